@@ -1,0 +1,233 @@
+"""What is measured: frozen specifications of a model, a build, an engine, a workload and a trial.
+
+The one idea: a trial is *found again by what it is*. Every class here is immutable plain data, and
+`TrialSpec.key` is a hash of that data, so a record can be looked up by its specification without a
+database and without trusting a file name. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+class Frozen(BaseModel):
+    """Immutable data that refuses unknown keys and wrong types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelSpec(Frozen):
+    """Which causal language model, and where its weights come from.
+
+    `embedded` is the model this project fetches from the package registry; `hub` a hub id; `folder` a
+    local transformers folder; `random` a transformers configuration with random weights (speed does not
+    depend on weight values, quality does: pages of such a model are marked).
+    """
+
+    source: Literal["embedded", "hub", "folder", "random"]
+    id: str | None = None
+    revision: str | None = None
+    config: dict[str, str | int | float | bool | None | list[int]] | None = None
+    dtype: Dtype = "bfloat16"
+
+    @model_validator(mode="after")
+    def _complete(self) -> ModelSpec:
+        if self.source in ("hub", "folder") and not self.id:
+            raise ValueError(f"source '{self.source}' needs 'id': a hub id or a folder path")
+        if self.source == "random" and not (self.config and self.config.get("model_type")):
+            raise ValueError("source 'random' needs 'config' with at least 'model_type'")
+        if self.source != "random" and self.config:
+            raise ValueError(f"'config' is only for source 'random', not '{self.source}'")
+        return self
+
+
+class Quantization(Frozen):
+    """Group-wise weight quantisation of the linear layers, and how the forward pass executes it.
+
+    `dequantize`: packed weights are expanded to `dtype` on every forward pass (no 4-bit kernel).
+    `group_size` counts input features per scale. `skip` names modules (suffixes) left alone.
+    """
+
+    method: Literal["rtn"] = "rtn"
+    bits: Literal[4] = 4
+    group_size: PositiveInt = 64
+    scheme: Literal["symmetric", "asymmetric"] = "asymmetric"
+    execution: Literal["dequantize"] = "dequantize"
+    skip: tuple[str, ...] = ("lm_head",)
+
+
+class BuildSpec(Frozen):
+    """A model made ready to run; no `quantization` is the Standard build."""
+
+    quantization: Quantization | None = None
+
+
+class EngineSpec(Frozen):
+    """How token batches are run: cache policy and compilation."""
+
+    cache: Literal["dynamic", "static"] = "dynamic"
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _static(self) -> EngineSpec:
+        if self.compile and self.cache != "static":
+            raise ValueError("compile: true needs cache: static (a growing cache recompiles at every step)")
+        return self
+
+
+class Treatment(Frozen):
+    """One level for every factor.
+
+    `replica` tells identical treatments of one block apart (A/A). `planted_slowdown` spins for that
+    share of every decode step's own time: a known cause that the statistics must find.
+    """
+
+    build: BuildSpec = BuildSpec()
+    engine: EngineSpec = EngineSpec()
+    replica: int = Field(default=0, ge=0)
+    planted_slowdown: float = Field(default=0.0, ge=0.0, le=10.0)
+
+
+class Workload(Frozen):
+    """Common to all workloads. `process`: `fork` from a warm import server, or `exec` anew."""
+
+    process: Literal["fork", "exec"] = "fork"
+
+
+class LatencyWorkload(Workload):
+    """Prefill `prompt_tokens`, then decode `generated_tokens`, at each batch size in turn.
+
+    `repeats` measured passes per batch size follow `warmup` discarded ones.
+    """
+
+    kind: Literal["latency"]
+    batch_sizes: tuple[PositiveInt, ...] = Field(min_length=1)
+    prompt_tokens: PositiveInt
+    generated_tokens: PositiveInt
+    repeats: PositiveInt = 1
+    warmup: int = Field(default=1, ge=0)
+
+
+class ContextWorkload(Workload):
+    """Per-token decode latency at batch 1 with the cache prefilled to each length, `steps` tokens each."""
+
+    kind: Literal["context"]
+    context_tokens: tuple[PositiveInt, ...] = Field(min_length=1)
+    steps: PositiveInt = 8
+
+
+class GenerationWorkload(Workload):
+    """One true generation at batch 1: every token's latency against its position."""
+
+    kind: Literal["generation"]
+    prompt_tokens: PositiveInt
+    generated_tokens: PositiveInt
+
+
+class TaskWorkload(Workload):
+    """The study's task: a fixed list of requests drawn once, run to the last token, model warm.
+
+    Prompts are scaled by `prompt_scale`; both lengths are capped to `max_context_tokens`. Requests run
+    in arrival order in batches of at most `max_batch`, padded. `replicas` > 1 splits the list over as
+    many processes, one device each.
+    """
+
+    kind: Literal["task"]
+    requests: PositiveInt
+    prompt_scale: PositiveFloat = 1.0
+    generated_scale: PositiveFloat = 1.0
+    max_context_tokens: PositiveInt
+    max_batch: PositiveInt
+    draw_seed: int
+    replicas: PositiveInt = 1
+
+
+class CapacityWorkload(Workload):
+    """Largest batch whose prefill and decode fit `budget_bytes`, found by doubling and bisection.
+
+    The budget is enforced by the operating system (private data of the process) or by the device
+    allocator, so running out is a real allocation failure.
+    """
+
+    kind: Literal["capacity"]
+    process: Literal["fork", "exec"] = "exec"
+    budget_bytes: PositiveInt
+    prompt_tokens: PositiveInt
+    generated_tokens: PositiveInt
+    max_batch: PositiveInt = 256
+
+
+class CeilingsWorkload(Workload):
+    """Measured ceilings of the machine: bytes/s by working-set size, FLOP/s by dtype. Needs no model."""
+
+    kind: Literal["ceilings"]
+    working_sets_bytes: tuple[PositiveInt, ...] = Field(min_length=1)
+    matmul_size: PositiveInt = 2048
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "float32")
+    repeats: PositiveInt = 7
+
+
+class ReferenceWorkload(Workload):
+    """Our prefill and decode times against `torch.utils.benchmark` on the same calls, interleaved."""
+
+    kind: Literal["reference"]
+    prompt_tokens: PositiveInt
+    context_tokens: PositiveInt
+    generated_tokens: PositiveInt = 16
+    repeats: PositiveInt = 20
+
+
+AnyWorkload = Annotated[
+    LatencyWorkload
+    | ContextWorkload
+    | GenerationWorkload
+    | TaskWorkload
+    | CapacityWorkload
+    | CeilingsWorkload
+    | ReferenceWorkload,
+    Field(discriminator="kind"),
+]
+
+
+class Correctness(Frozen):
+    """What a build must pass before it is timed.
+
+    Lossy builds: mean KL(Standard || build) in nats, top-1 agreement and perplexity ratio on
+    `tokens` of held-out text. Exact changes (engine settings): greedy tokens equal; where they first
+    differ the two best logits must lie within `max_tie_margin` of each other.
+    """
+
+    tokens: PositiveInt = 512
+    max_kl_nats: PositiveFloat = 0.5
+    min_top1_agreement: float = Field(default=0.6, ge=0, le=1)
+    max_perplexity_ratio: PositiveFloat = 2.0
+    max_tie_margin: PositiveFloat = 0.25
+
+
+class TrialSpec(Frozen):
+    """One treatment on one workload in one fresh process: everything that decides what is measured."""
+
+    model: ModelSpec
+    treatment: Treatment
+    workload: AnyWorkload
+    correctness: Correctness = Correctness()
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: PositiveInt | None = None
+    memory_limit_bytes: PositiveInt | None = None
+
+    @property
+    def key(self) -> str:
+        """Content key: 16 hex digits of the SHA-256 of the canonical JSON of this specification."""
+        return content_key(self)
+
+
+def content_key(spec: Frozen) -> str:
+    """16 hex digits of the SHA-256 of `spec` as canonical JSON (sorted keys)."""
+    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
