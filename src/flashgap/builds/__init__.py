@@ -1,0 +1,1 @@
+"""Builds: from a specification to a model ready to run."""
