@@ -60,7 +60,9 @@ def test_a_bad_key_or_value_is_one_line_with_file_and_key(tmp_path, over, says):
     with pytest.raises(StudyError) as caught:
         Study.load("mine", tmp_path)
     message = str(caught.value)
-    assert str(path) in message and says in message and "\n" not in message
+    assert str(path) in message
+    assert says in message
+    assert "\n" not in message
 
 
 def test_an_unquoted_exponent_without_a_point_is_text_to_yaml_and_is_explained(tmp_path):
@@ -71,7 +73,7 @@ def test_an_unquoted_exponent_without_a_point_is_text_to_yaml_and_is_explained(t
 
 
 def test_unknown_profile_names_those_there_are():
-    with pytest.raises(StudyError, match="unknown profile 'cpuu'.*choose one of .*'cpu'"):
+    with pytest.raises(StudyError, match=r"unknown profile 'cpuu'.*choose one of .*'cpu'"):
         Study.load("cpuu")
 
 

@@ -33,7 +33,7 @@ class ModelSpec(Frozen):
     source: Literal["embedded", "hub", "folder", "random"]
     id: str | None = None
     revision: str | None = None
-    config: dict[str, str | int | float | bool | None | list[int]] | None = None
+    config: dict[str, str | int | float | bool | list[int] | None] | None = None
     dtype: Dtype = "bfloat16"
 
     @model_validator(mode="after")
