@@ -150,13 +150,14 @@ def reachable_modules(trees: list[ast.Module]) -> list[str]:
     return sorted(found)
 
 
-def used_experiments(trees: list[ast.Module], modules: list[str], study: Study) -> list[str]:
+def used_experiments(trees: list[ast.Module], study: Study) -> list[str]:
     """Experiments of `study` whose records a notebook shows: those it names in a string.
 
-    All of them if it walks over `study.experiments` or shows the claims, whose data name the experiments.
+    All of them if it walks over `study.experiments` or imports the claims, whose data name the experiments.
     """
+    imported = {name for tree in trees for name in referenced_modules(tree)}
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    if "flashgap.claims" in modules or any(
+    if "flashgap.claims" in imported or any(
         isinstance(n, ast.Attribute) and n.attr == "experiments" for n in nodes
     ):
         return list(study.experiments)
@@ -209,7 +210,7 @@ def notebook_key(
     notebook = read_notebook(path)
     trees = code_trees(notebook)
     modules = reachable_modules(trees)
-    experiments = used_experiments(trees, modules, study)
+    experiments = used_experiments(trees, study)
     opt_in = any(study.experiments[name].opt_in for name in experiments)
     return {
         "notebook": {"text": text_digest(notebook)},
