@@ -17,7 +17,7 @@ import pytest
 
 from flashgap import context, lock, processes, records, runner, survey
 from flashgap.records import RecordError, Store
-from flashgap.study import parse
+from flashgap.study import Study, parse
 
 HERE = Path(__file__).parent
 LIMIT_BYTES = 1 << 30
@@ -600,3 +600,13 @@ def test_replay_names_an_experiment_or_a_treatment_that_was_never_published(lab,
     monkeypatch.setenv("FLASHGAP_REPLAY", "1")
     with pytest.raises(runner.ReplayError, match="no trial of 'b'"):
         runner.measure(make_study("ab"), "noise")
+
+
+@pytest.mark.parametrize(
+    ("profile", "gpus", "says"), [("h200", 0, "1 NVIDIA GPU"), ("a100x8", 1, "8 NVIDIA GPU")]
+)
+def test_a_profile_for_gpus_is_not_measured_without_them(monkeypatch, profile, gpus, says):
+    """If this fails, a laptop burns minutes on trials that can only fail, each with its own line."""
+    monkeypatch.setenv("FLASHGAP_FINGERPRINT", json.dumps({"gpus": ["one"] * gpus}))
+    with pytest.raises(runner.RunnerError, match=f"not measured: it wants {says}"):
+        runner.measure(Study.load(profile, HERE.parent / "params"), "latency")

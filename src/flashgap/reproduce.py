@@ -47,6 +47,10 @@ def reproduce(
 
     Returns the path of the merged page. Raises `ReproduceError`, `StudyError` or `RecordError`.
     """
+    if not replay and study.hardware.device == "cuda":
+        from flashgap.runner import require_devices
+
+        require_devices(study)
     paths = keys.find_notebooks(names)
     given = {"profile": study.profile, **(parameters or {})}
     for path in paths:

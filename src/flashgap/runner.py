@@ -21,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 
-from flashgap import context, processes
+from flashgap import context, hardware, processes
 from flashgap.lock import machine_lock
 from flashgap.outcomes import make_record
 from flashgap.progress import Progress
@@ -43,7 +43,7 @@ from flashgap.survey import (
 )
 from flashgap.treatment import TrialSpec
 
-__all__ = ["ReplayError", "RunnerError", "fresh", "measure", "replay", "status"]
+__all__ = ["ReplayError", "RunnerError", "fresh", "measure", "replay", "require_devices", "status"]
 
 WORKER = "flashgap.worker"  # module with `main`, `gate` and `gate_verdict`; FLASHGAP_WORKER replaces it
 NOT_MEASURED = "not measured: it is opt-in, run with LONG=1"
@@ -60,12 +60,26 @@ def measure(study: Study, experiment: str) -> Result:
         return replay(study, experiment)
     if study.experiment(experiment).opt_in and os.environ.get("LONG") != "1":
         return _what_there_is(study, experiment)
+    require_devices(study)
     return _measure(Wanted.of(study, experiment), remeasure_since())
 
 
 def fresh(study: Study, experiment: str) -> Result:
     """Measure `experiment` anew, whatever is stored."""
     return _measure(Wanted.of(study, experiment), datetime.now(UTC))
+
+
+def require_devices(study: Study) -> None:
+    """`RunnerError` if `study` wants more GPUs than this machine has: said once, not by every trial."""
+    if study.hardware.device != "cuda":
+        return
+    wanted = max(getattr(e.workload, "replicas", 1) for e in study.experiments.values())
+    found = len(hardware.fingerprint().get("gpus", []))
+    if found < wanted:
+        raise RunnerError(
+            f"profile {study.profile}: not measured: it wants {wanted} NVIDIA GPU(s) (hardware.device: cuda), this "
+            f"machine has {found}; run it where they are, or choose PROFILE=cpu"
+        )
 
 
 # ---------------------------------------------------------------------- without measuring
