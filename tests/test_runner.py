@@ -610,3 +610,13 @@ def test_a_profile_for_gpus_is_not_measured_without_them(monkeypatch, profile, g
     monkeypatch.setenv("FLASHGAP_FINGERPRINT", json.dumps({"gpus": ["one"] * gpus}))
     with pytest.raises(runner.RunnerError, match=f"not measured: it wants {says}"):
         runner.measure(Study.load(profile, HERE.parent / "params"), "latency")
+
+
+@pytest.mark.parametrize("experiment", ["latency", "context", "long", "reference", "task", "capacity"])
+def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(experiment):
+    """If this fails, minutes are spent before a trial finds out, or positions run past the model's."""
+    study = Study.load("cpu", HERE.parent / "params")
+    needed = survey.context_needed_tokens(study.experiment(experiment).workload)
+    survey.check_context(study, experiment, needed)
+    with pytest.raises(runner.RunnerError, match=rf"cpu\.yaml: experiments\.{experiment}.*has {needed - 1};"):
+        survey.check_context(study, experiment, needed - 1)

@@ -34,6 +34,7 @@ from flashgap.survey import (
     Survey,
     Wanted,
     block_order,
+    check_context,
     expected_trial_s,
     present,
     remeasure_since,
@@ -385,4 +386,7 @@ def _provide_model(session: _Session) -> None:
     if worker_module() == WORKER:
         from flashgap import models
 
-        models.resolve(session.wanted.study.model, progress=session.progress.say)
+        study = session.wanted.study
+        config = models.resolve(study.model, progress=session.progress.say).config
+        limit_tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
+        check_context(study, session.wanted.name, limit_tokens)

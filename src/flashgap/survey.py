@@ -21,6 +21,7 @@ from flashgap import context, stats
 from flashgap.records import Block, Store
 from flashgap.results import block_pairs
 from flashgap.study import Experiment, Study
+from flashgap.treatment import AnyWorkload
 
 RESUMABLE_S = 3600.0  # trials further apart than this are not paired
 RETRIED = {"failed", "killed", "interrupted"}  # the environment's fault as often as the treatment's
@@ -262,3 +263,31 @@ def remeasure_since() -> datetime | None:
             f"FLASHGAP_SINCE: '{text}' is not a time; write it like 2026-12-01T05:00:00+00:00"
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def context_needed_tokens(workload: AnyWorkload) -> int:
+    """The longest context, in tokens, that `workload` asks of a model; 0 if it needs none."""
+    match workload.kind:
+        case "ceilings":
+            return 0
+        case "context":
+            return max(workload.context_tokens) + workload.steps
+        case "task":
+            return workload.max_context_tokens
+        case "reference":  # the timer runs each statement more than once
+            return max(
+                workload.context_tokens + 3 * workload.repeats + 1,
+                workload.prompt_tokens + workload.generated_tokens,
+            )
+        case _:
+            return workload.prompt_tokens + workload.generated_tokens
+
+
+def check_context(study: Study, experiment: str, limit_tokens: int | None) -> None:
+    """`RunnerError` if the workload of `experiment` is longer than the model's context of `limit_tokens`."""
+    needed = context_needed_tokens(study.experiment(experiment).workload)
+    if limit_tokens and needed > limit_tokens:
+        raise RunnerError(
+            f"params/{study.profile}.yaml: experiments.{experiment}.workload: prompt and generated tokens need a "
+            f"context of {needed} tokens, the model has {limit_tokens}; shorten them"
+        )
