@@ -166,7 +166,7 @@ def estimate(value: float, low: float, high: float) -> Estimate:
 @pytest.mark.parametrize(
     ("ratio", "words"),
     [
-        (estimate(3.05, 3.0, 3.13), "3.0 times slower"),
+        (estimate(3.05, 3.0, 3.13), "3.0 times as long"),
         (estimate(1.12, 1.1, 1.14), "12 % slower"),
         (estimate(0.8, 0.78, 0.82), "20 % faster"),
         (estimate(1.01, 0.98, 1.04), "not shown to differ"),
@@ -214,3 +214,23 @@ def test_findings_and_banner_survive_having_no_records() -> None:
 def test_the_clock_is_not_timed_in_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGAP_REPLAY", "1")
     assert np.isnan(notebook.clock_cost_s())
+
+
+def test_a_build_with_two_speeds_is_said_to_have_them() -> None:
+    """A median between two modes describes neither; seen when a build allocates at each step."""
+    from test_figures import context_result, made
+
+    def sample(rng: np.random.Generator, name: str) -> list[dict[str, float]]:
+        return [
+            {
+                "metric": "itl_s",
+                "value": 0.1 if i % 2 and name == "flash" else 0.04,
+                "context_tokens": 128,
+                "iteration": i,
+            }
+            for i in range(12)
+        ]
+
+    lines = findings.baseline({"context": made("context", ["standard", "flash"], 5, sample)})
+    assert [line for line in lines if "no one speed" in line and line.startswith("Flash")]
+    assert not [line for line in findings.baseline({"context": context_result()}) if "no one speed" in line]

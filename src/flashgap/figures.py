@@ -7,7 +7,6 @@ Dots are what was measured, bars are 95 % intervals, dashed lines are bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +16,8 @@ from matplotlib.figure import Figure
 
 from flashgap import tables
 from flashgap.figures_environment import ceilings, noise, trust
+from flashgap.figures_ratios import claims_ledger, summary
 from flashgap.look import (
-    BLUE,
-    FAINT,
     INK,
     INTERVALS,
     SOFT,
@@ -38,7 +36,7 @@ from flashgap.look import (
     nothing,
     output_dir,
     percent,
-    ratio_axis,
+    reach,
     records_line,
     save,
 )
@@ -46,7 +44,17 @@ from flashgap.look import (
 if TYPE_CHECKING:
     from flashgap.results import Result
 
-__all__ = ["ceilings", "machine_name", "noise", "output_dir", "records_line", "save", "trust"]
+__all__ = [
+    "ceilings",
+    "claims_ledger",
+    "machine_name",
+    "noise",
+    "output_dir",
+    "records_line",
+    "save",
+    "summary",
+    "trust",
+]
 
 # --- 01_baseline ---------------------------------------------------------------------------------------
 
@@ -68,8 +76,10 @@ def task(result: Result) -> Figure:
         gap_in=0.85,
         right_in=0.75,
     )
+    top = 0.0
     for x, row in enumerate(data.itertuples()):
         values = np.concatenate(tables.slowest(result, row.treatment))
+        top = max(top, values.max())
         ax.plot(
             np.full(len(values), x - 0.12),
             values,
@@ -83,7 +93,7 @@ def task(result: Result) -> Figure:
         ax.text(x + 0.17, row.value, f"{row.value:#.3g} s", color=colour(row.treatment), va="center")
     ax.set_xticks(range(len(data)), [name_of(n) for n in data["treatment"]])
     ax.tick_params(axis="x", labelsize=8, labelcolor=INK, length=0)
-    from_zero(ax, 1.1)
+    from_zero(ax, max(reach(data)[1], top))
     ax.set(xlim=(-0.45, len(data) - 0.3), title="Whole task, s")
     _request_curves(right, result)
     return figure
@@ -144,8 +154,12 @@ def latency(result: Result, bounds: pd.DataFrame | None = None) -> Figure:
         _by_level(ax, data[metric], "batch")
         if bounds is not None and metric in bounds:
             _bound_lines(ax, bounds, "batch", metric, scale)
-        ax.set_yscale("log")
-        _plain_log(ax)
+        if bounds is not None and len(bounds):
+            lines = pd.concat([data[metric]["value"], bounds[metric] * scale])
+            low, high = min(reach(data[metric])[0], lines.min()), max(reach(data[metric])[1], lines.max())
+        else:
+            low, high = reach(data[metric])
+        _plain_log(ax, low, high)
         ax.set(xlabel="batch", title=f"{title}, {unit}")
     label_ends(axes[-1], _ends(data["throughput_tokens_per_s"], bounds, "throughput_tokens_per_s"))
     return figure
@@ -181,10 +195,9 @@ def _bound_lines(ax: Axes, bounds: pd.DataFrame, by: str, metric: str, scale: fl
         )
 
 
-def _plain_log(ax: Axes) -> None:
-    """Round numbers, three or more of them, on a logarithmic vertical axis."""
-    low, high = ax.get_ylim()
-    low, high = low / 1.1, high * 1.1
+def _plain_log(ax: Axes, low: float, high: float) -> None:
+    """A logarithmic vertical axis from `low` to `high` with four or more round numbers."""
+    low, high = low / 1.15, high * 1.15
     for steps in (
         (1,),
         (1, 3),
@@ -221,7 +234,7 @@ def utilization(data: pd.DataFrame, *results: Result) -> Figure:
         _by_level(ax, part, "batch")
         ax.axhline(1, color=INK, linestyle=(0, (4, 3)), linewidth=0.9)
         percent(ax)
-        ax.set(xlabel="batch", title=title, ylim=(0, max(1.08, float(part["value"].max()) * 1.1)))
+        ax.set(xlabel="batch", title=title, ylim=(0, max(1.08, reach(part)[1] * 1.05)))
     label_ends(axes[-1], _ends(part, None, metric))
     return figure
 
@@ -263,7 +276,7 @@ def context(result: Result, long: Result | None = None, bounds: pd.DataFrame | N
     top = max(data["context_tokens"])
     ax.set_xticks(_round_ticks(top), [f"{t:,}" for t in _round_ticks(top)])
     ax.set_xlim(0, None)
-    from_zero(ax)
+    from_zero(ax, reach(data)[1])
     ax.set(xlabel="tokens in the cache", title="Time per token, ms")
     label_ends(ax, _ends(data, bounds, "itl_s", 1e3))
     _context_ratio(right, tables.ratios(result, "itl_s", "context_tokens"), top)
@@ -291,7 +304,7 @@ def _context_ratio(ax: Axes, ratio: pd.DataFrame, top: int) -> None:
     )
     ax.set_xticks(_round_ticks(top), [f"{t:,}" for t in _round_ticks(top)])
     ax.set_xlim(0, None)
-    from_zero(ax)
+    from_zero(ax, max(1.0, reach(ratio)[1]) if len(ratio) else 1.0)
     ax.set(xlabel="tokens in the cache", title="Flash / Standard, ratio")
 
 
@@ -363,7 +376,7 @@ def _phases(ax: Axes, result: Result, counter: str, peak: str) -> None:
             transform=ax.transAxes,
             va="center",
         )
-    from_zero(ax)
+    from_zero(ax, ax.dataLim.y1)
 
 
 def _capacity(ax: Axes, result: Result) -> None:
@@ -375,115 +388,4 @@ def _capacity(ax: Axes, result: Result) -> None:
     ax.tick_params(axis="x", length=0)
     budget = next(iter(tables.facts(result, "budget_bytes")), None)
     ax.set(title="Largest batch" + (f" in {nice_bytes(budget)}" if budget else ""))
-    from_zero(ax)
-
-
-@look
-def summary(table: pd.DataFrame, *results: Result, beside: pd.DataFrame | None = None) -> Figure:
-    """What Flash needs over what Standard needs, for each quantity of `tables.summary`.
-
-    `beside`: the same table from reference records, drawn hollow.
-    """
-    if table.empty:
-        return nothing("What Flash needs over what Standard needs", "No complete block to compare yet.")
-    said = "" if beside is None else " Hollow: the reference records, measured on another day or machine."
-    figure, (ax,) = canvas(
-        "What Flash needs over what Standard needs",
-        f"Paired ratio Flash / Standard with its 95 % interval; every row is a quantity of which less is better.{said}",
-        records_line(*results),
-        height_in=0.27 * len(table) + 0.25,
-        left_in=2.75,
-        right_in=1.55,
-    )
-    y = np.arange(len(table))[::-1]
-    _ratio_rows(ax, table, y)
-    if beside is not None and not beside.empty:
-        other = beside.set_index("quantity").reindex(table["quantity"])
-        bars = arms(other["value"], other["low"], other["high"])
-        ax.errorbar(
-            other["value"],
-            y - 0.25,
-            xerr=bars,
-            fmt="o",
-            color=SOFT,
-            mfc="white",
-            markersize=4,
-            elinewidth=0.8,
-        )
-    ax.set_yticks(y, table["quantity"], color=INK)
-    ax.text(1.02, 1.0, "ratio [95 % interval]", transform=ax.transAxes, fontsize=6.8, color=SOFT, va="bottom")
-    ax.text(0.0, 1.0, "Flash needs less", transform=ax.transAxes, fontsize=7, color=BLUE, va="bottom")
-    ax.text(
-        1.0,
-        1.0,
-        "Flash needs more",
-        transform=ax.transAxes,
-        fontsize=7,
-        color=colour("flash"),
-        va="bottom",
-        ha="right",
-    )
-    ax.set(ylim=(-0.6, len(table) - 0.4), xlabel="Flash / Standard")
-    return figure
-
-
-def _ratio_rows(ax: Axes, table: pd.DataFrame, y: np.ndarray) -> None:
-    """One interval a row on a ratio axis, coloured by which side of 1 it is known to lie on, and as text."""
-    ends = [v for c in ("value", "low", "high") for v in table[c] if np.isfinite(v) and v > 0]
-    ratio_axis(ax, min(ends), max(ends))
-    for at, row in zip(y, table.itertuples(), strict=True):
-        known = np.isfinite(row.low) and np.isfinite(row.high)
-        shade = SOFT if not known or row.low <= 1 <= row.high else colour("flash") if row.value > 1 else BLUE
-        ax.errorbar(
-            [row.value],
-            [at],
-            xerr=arms([row.value], [row.low], [row.high]),
-            fmt="o",
-            color=shade,
-            elinewidth=1.6,
-        )
-        interval = f" [{row.low:.2f}, {row.high:.2f}]" if known else " [one block]"
-        ax.text(
-            1.02,
-            at,
-            f"{row.value:.2f}{interval}",
-            transform=ax.get_yaxis_transform(),
-            va="center",
-            fontsize=7.5,
-        )
-
-
-# --- 06_results ----------------------------------------------------------------------------------------
-
-
-@look
-def claims_ledger(table: pd.DataFrame, results: Mapping[str, Result]) -> Figure:
-    """Published ratios beside measured ones (`ledger.ratios`), the tolerance band pale."""
-    rows = table[np.isfinite(table["value"].astype(float))] if len(table) else table
-    if rows.empty:
-        return nothing("The published study's ratios, and ours", "No ratio of the ledger is measured yet.")
-    used = [results[name] for name in dict.fromkeys(rows["experiment"]) if name in results]
-    figure, (ax,) = canvas(
-        "The published study's ratios, and ours",
-        "Filled: measured here, with 95 % interval (largest batch: bounds). Open diamond: published. Pale band: what "
-        "counts as the published size. Right of 1 Flash needs, or has, more than Standard.",
-        records_line(*used),
-        height_in=0.3 * len(rows) + 0.2,
-        left_in=3.0,
-        right_in=1.55,
-    )
-    y = np.arange(len(rows))[::-1]
-    published = pd.concat([rows[c] for c in ("published", "band_low", "band_high")])
-    published = published[np.isfinite(published) & (published > 0)]
-    _ratio_rows(ax, rows, y)
-    shown = [v for c in ("value", "low", "high") for v in rows[c] if np.isfinite(v) and v > 0]
-    ratio_axis(ax, min([*published, *shown]), max([*published, *shown]))
-    for at, row in zip(y, rows.itertuples(), strict=True):
-        if np.isfinite(row.band_low) and np.isfinite(row.band_high):
-            ax.barh(at, row.band_high - row.band_low, left=row.band_low, height=0.62, color=FAINT, zorder=0)
-        if np.isfinite(row.published):
-            ax.plot([row.published], [at], "D", mfc="white", mec=INK, markersize=5, zorder=2)
-    ax.set_yticks(y, [f"{row.id}  {row.what}" for row in rows.itertuples()], color=INK)
-    ax.text(1.02, 1.0, "measured [interval]", transform=ax.transAxes, fontsize=6.8, color=SOFT, va="bottom")
-    ax.set(ylim=(-0.6, len(rows) - 0.4), xlabel="Flash / Standard")
-    return figure
+    from_zero(ax, data["largest_batch"].max())

@@ -31,6 +31,7 @@ from flashgap.look import (
     nothing,
     percent,
     ratio_axis,
+    reach,
     records_line,
 )
 
@@ -65,7 +66,7 @@ def ceilings(result: Result, weights_bytes: Mapping[str, float] | None = None) -
             interval_line(ax, part["working_set_bytes"], part, access, color=shade, marker=shape)
             ends.append((part["value"].iloc[-1], access, shade))
     log_ticks(ax, sorted(data["working_set_bytes"].unique()), lambda x: nice_bytes(x).replace(" ", "\n"))
-    from_zero(ax)
+    from_zero(ax, reach(data)[1])
     ax.set(xlabel="working set", title="Memory, GB/s")
     label_ends(ax, ends)
     _weights(ax, weights_bytes or {})
@@ -93,10 +94,11 @@ def _bars(ax: Axes, flops: pd.DataFrame) -> None:
     ax.barh(
         y, values, height=0.5, color="#9DB7CB", xerr=arms(values, low, high), error_kw={"elinewidth": 1.1}
     )
-    for at, value, top in zip(y, values, values + arms(values, low, high)[1], strict=True):
+    limit = reach(flops)[1] * scale
+    for at, value, top in zip(y, values, np.minimum(values + arms(values, low, high)[1], limit), strict=True):
         ax.annotate(f"{value:.3g}", (top, at), (4, 0), textcoords="offset points", va="center", fontsize=7.5)
     ax.set_yticks(y, flops["dtype"])
-    ax.set(title=f"Matrix product, {unit}", ylim=(-0.6, len(flops) - 0.4))
+    ax.set(title=f"Matrix product, {unit}", xlim=(0, limit * 1.08), ylim=(-0.6, len(flops) - 0.4))
     ax.grid(axis="x")
     ax.grid(visible=False, axis="y")
 
@@ -160,8 +162,18 @@ def _block_ratios(ax: Axes, groups: list[list[np.ndarray]]) -> None:
         ax.text(
             0, 1 - y + 0.43, label, transform=ax.get_yaxis_transform(), backgroundcolor="white", fontsize=7
         )
-        drawn += [*dots, estimate.low, estimate.high] if estimate.known else [*dots]
-    ratio_axis(ax, min(drawn), max(drawn))
+        drawn += [*dots]
+    low, high = np.quantile(drawn, [0.02, 0.98])
+    ratio_axis(ax, low, high)
+    if outside := sum(not low / 1.02 <= d <= high * 1.02 for d in drawn):
+        ax.text(
+            1,
+            -0.4,
+            f"{outside} beyond the axis",
+            transform=ax.get_yaxis_transform(),
+            ha="right",
+            fontsize=6.5,
+        )
     ax.set(ylim=(-0.45, 1.62), yticks=[], title="Time per token over Standard's")
     ax.spines["left"].set_visible(False)
 

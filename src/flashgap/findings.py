@@ -77,12 +77,15 @@ def _noise(noise: Result, curve: pd.DataFrame) -> list[str]:
         f"The smallest slowdown that is found in {_percent(tables.POWER_WANTED)} of cases is **{_percent(least['detectable'], 1)} "
         f"with {int(least['blocks'])} blocks** and {_percent(most['detectable'], 1)} with {int(most['blocks'])}."
     )
-    return lines + [w.capitalize() + "." for w in stats.noise_warnings(a, "standard, time per token")]
+    return lines + [f"{warning}." for warning in stats.noise_warnings(a, "Standard, time per token")]
 
 
 def _reference(reference: Result) -> list[str]:
     table = tables.reference_check(reference)
-    lines = [line[0].upper() + line[1:] + "." for line in tables.reference_words(table)]
+    lines = [
+        f"{r.call.capitalize()}: ours / reference is {interval(r.value, r.low, r.high, 4)}: {r.verdict}."
+        for r in table.itertuples()
+    ]
     equal = tables.facts(reference, "tokens_equal_generate")
     if equal:
         lines.append(
@@ -126,7 +129,7 @@ def baseline(results: Mapping[str, Result], bounds: pd.DataFrame | None = None) 
     """Standard against Flash: task, latency, context, memory, batch, kernels."""
     summary = tables.summary(dict(results)).set_index("quantity")
     lines = [_compared(name, summary) for name in summary.index if name.startswith("time")]
-    lines += _growth(results["context"]) if "context" in results else []
+    lines += [*_growth(results["context"]), *_two_speeds(results["context"])] if "context" in results else []
     if "long" in results and "context" in results:
         lines += long_check(tables.long_check(results["context"], results["long"]))
     lines += [_memory(name, summary) for name in summary.index if not name.startswith("time")]
@@ -138,17 +141,18 @@ def baseline(results: Mapping[str, Result], bounds: pd.DataFrame | None = None) 
 
 def _compared(name: str, summary: pd.DataFrame) -> str:
     row = summary.loc[name]
+    blocks = int(row["blocks"])
     return (
-        f"{name[0].upper()}{name[1:]}: Flash is {compare(row)}: {number(row['flash'])} against "
-        f"{number(row['standard'])} {row['unit']}, n = {int(row['blocks'])} blocks."
+        f"{name[0].upper()}{name[1:]}: Flash against Standard {compare(row)}: {number(row['flash'])} against "
+        f"{number(row['standard'])} {row['unit']}, n = {blocks} block{'s' * (blocks != 1)}."
     )
 
 
 def _memory(name: str, summary: pd.DataFrame) -> str:
     row = summary.loc[name]
     return (
-        f"{name[0].upper()}{name[1:]}: Flash needs {compare(row, 'more', 'less')}: {number(row['flash'])} against "
-        f"{number(row['standard'])} {row['unit']}."
+        f"{name[0].upper()}{name[1:]}: Flash against Standard {compare(row, 'more', 'less')}: {number(row['flash'])} "
+        f"against {number(row['standard'])} {row['unit']}."
     )
 
 
@@ -168,6 +172,28 @@ def _growth(context: Result) -> list[str]:
             f"With context the gap **{word}**: Flash / Standard is {interval(short['value'], short['low'], short['high'])} at "
             f"{int(short['context_tokens']):,} tokens and {interval(long['value'], long['low'], long['high'])} at {int(long['context_tokens']):,}."
         )
+    return lines
+
+
+TWO_SPEEDS = 1.5  # steps of one length that differ by more are not noise about one speed
+
+
+def _two_speeds(context: Result) -> list[str]:
+    """Treatments whose steps of the same context, in the same process, differ far more than noise."""
+    lines = []
+    for name in tables.treatments(context):
+        spread = {
+            length: float(np.median([np.quantile(g, 0.9) / np.quantile(g, 0.1) for g in groups]))
+            for length in tables.levels(context, "itl_s", "context_tokens")
+            if (groups := context.groups(name, "itl_s", context_tokens=length))
+        }
+        length = max(spread, key=spread.__getitem__, default=0)
+        if spread and spread[length] > TWO_SPEEDS:
+            lines.append(
+                f"{name_of(name)} has no one speed: at {length:,} tokens its slow steps (9th decile) take {spread[length]:.1f} "
+                "times its quick ones (1st) within one process. A known cause, not tested here, is memory given back and "
+                "asked for again at each step. Read its median at any single length with care."
+            )
     return lines
 
 

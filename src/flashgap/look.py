@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
@@ -215,8 +216,18 @@ def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], gap: float = 0.
     placed = spread(
         [min(max(y, 0.02), 1.0) for y, _, _ in ends], [gap * (1 + t.count("\n")) for _, t, _ in ends]
     )
+    lift = max(0.0, 0.02 - min(placed, default=0.02))
     for at, (_, text, shade) in zip(placed, ends, strict=True):
-        ax.text(x, at, text, transform=ax.transAxes, color=shade, va="center", fontsize=7.5, linespacing=1.1)
+        ax.text(
+            x,
+            at + lift,
+            text,
+            transform=ax.transAxes,
+            color=shade,
+            va="center",
+            fontsize=7.5,
+            linespacing=1.1,
+        )
 
 
 def spread(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
@@ -252,7 +263,9 @@ def ratio_axis(ax: Axes, low: float, high: float) -> None:
     low, high = max(min(low, 0.97), 0.01), min(max(high, 1.03), 100.0)
     span = high / low
     steps = (
-        [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
+        [0.01, 0.1, 1, 10, 100]
+        if span > 50
+        else [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
         if span > 6
         else [0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5]
         if span > 1.6
@@ -269,9 +282,23 @@ def ratio_axis(ax: Axes, low: float, high: float) -> None:
     ax.grid(visible=False, axis="y")
 
 
-def from_zero(ax: Axes, room: float = 1.08) -> None:
-    """A linear vertical axis that starts at 0, so that lengths compare."""
-    ax.set_ylim(0, max(ax.get_ylim()[1] * room, 1e-12))
+def reach(table: pd.DataFrame, times: float = 2.0) -> tuple[float, float]:
+    """Lowest and highest end of a table's intervals, but never `times` beyond its values.
+
+    A useless interval (two noisy blocks) leaves the page instead of flattening everything else.
+    """
+    values = table["value"].to_numpy(dtype=float)
+    low, high = (
+        np.where(np.isfinite(table[c].astype(float)), table[c].astype(float), values) for c in ("low", "high")
+    )
+    return max(float(low.min()), float(values.min()) / times), min(
+        float(high.max()), float(values.max()) * times
+    )
+
+
+def from_zero(ax: Axes, top: float, room: float = 1.08) -> None:
+    """A linear vertical axis from 0 to a little above `top`, so that lengths compare."""
+    ax.set_ylim(0, max(top * room, 1e-12))
 
 
 def percent(ax: Axes) -> None:

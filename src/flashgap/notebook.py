@@ -137,11 +137,16 @@ def reference(study: Study, names: Iterable[str]) -> dict[str, Result]:
 
 
 def show(
-    table: pd.DataFrame, digits: int = 3, with_interval: str = "median [95 % interval]", **names: str
+    table: pd.DataFrame,
+    digits: int = 3,
+    with_interval: str = "median [95 % interval]",
+    percents: Sequence[str] = (),
+    **names: str,
 ) -> HTML:
     """A table as HTML; numbers to `digits` significant digits, `names` renames columns.
 
-    Columns value, low and high become one, called `with_interval`: `2.09 [2.03, 2.15]`.
+    Columns value, low and high become one, called `with_interval`: `2.09 [2.03, 2.15]`. `percents` are
+    columns of shares, shown in per cent.
     """
     from IPython.display import HTML
 
@@ -149,16 +154,24 @@ def show(
     if {"value", "low", "high"} <= set(shown.columns):
         shown["value"] = [interval(r.value, r.low, r.high, digits) for r in table.itertuples()]
         shown = shown.drop(columns=["low", "high"]).rename(columns={"value": with_interval})
+    for column in percents:
+        shown[column] = [f"{100 * value:.1f} %" if np.isfinite(value) else "" for value in shown[column]]
     shown = shown.rename(columns=names)
+    shown.columns.name = None
     for column in shown.columns:
         shown[column] = [_cell(value, digits) for value in shown[column]]
     return HTML(shown.to_html(index=False, escape=False, border=0))
 
 
+USELESS = 100.0  # an interval whose ends differ by such a factor says nothing
+
+
 def interval(value: float, low: float, high: float, digits: int = 3) -> str:
-    """`2.09 [2.03, 2.15]`; says `no interval` where one block cannot give one."""
+    """`2.09 [2.03, 2.15]`; says so where one block gives no interval, or few and noisy ones no useful one."""
     if not (np.isfinite(low) and np.isfinite(high)):
         return f"{number(value, digits)} [no interval]"
+    if low > 0 and high / low > USELESS:
+        return f"{number(value, digits)} [too few or too noisy blocks]"
     return f"{number(value, digits)} [{number(low, digits)}, {number(high, digits)}]"
 
 
@@ -183,21 +196,23 @@ def _cell(value: Any, digits: int) -> str:
 def compare(ratio: Estimate | Any, more: str = "slower", less: str = "faster") -> str:
     """A paired ratio of something of which less is better, in words with its interval.
 
-    `3.05 times slower [3.00, 3.13]`, `11 % less [...]`, or that no difference is shown.
+    `3.0 times as long (ratio ...)`, `11 % less (...)`, or that no difference is shown. Never "times slower",
+    which may mean one time more.
     """
     bounds = f"[{ratio.low:.2f}, {ratio.high:.2f}]"
     if not (np.isfinite(ratio.low) and np.isfinite(ratio.high)):
         return f"{_amount(ratio.value, more, less)} (ratio {ratio.value:.2f}, one block, so no interval)"
+    if ratio.low <= 0 or ratio.high / ratio.low > USELESS:
+        return f"not shown to differ (ratio {ratio.value:.2f}, too few or too noisy blocks)"
     if ratio.low <= 1 <= ratio.high:
         return f"not shown to differ (ratio {ratio.value:.2f} {bounds})"
     return f"{_amount(ratio.value, more, less)} (ratio {ratio.value:.2f} {bounds})"
 
 
 def _amount(ratio: float, more: str, less: str) -> str:
-    """2.09 -> `2.1 times slower`; 1.12 -> `12 % slower`; 0.8 -> `20 % faster`."""
+    """2.09 -> `2.1 times as long`; 1.12 -> `12 % slower`; 0.8 -> `20 % faster`."""
     if ratio >= 1.95:
-        comparative = {"slower": "times slower", "more": "times as much"}.get(more, f"times {more}")
-        return f"**{ratio:.1f} {comparative}**"
+        return f"**{ratio:.1f} times as {'long' if more == 'slower' else 'much'}**"
     return f"**{abs(ratio - 1):.0%} {more if ratio >= 1 else less}**".replace("%", " %")
 
 

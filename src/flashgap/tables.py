@@ -161,12 +161,6 @@ def power_curve(result: Result, repeats: int = 400) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def block_ratios(result: Result, numerator: str, denominator: str, metric: str, **filters: Any) -> Array:
-    """Ratio of the two medians in each block -> [blocks]: the dots behind a paired ratio."""
-    pairs = result.pairs(numerator, denominator, metric, **filters)
-    return np.array([np.median(a) / np.median(b) for a, b in pairs])
-
-
 def reference_check(result: Result) -> pd.DataFrame:
     """Our prefill and decode time over `torch.utils.benchmark`'s of the same call, and the verdict.
 
@@ -191,14 +185,6 @@ def reference_check(result: Result) -> pd.DataFrame:
         )
         rows.append({"call": call, **row(estimate), "equivalent": test.equivalent, "verdict": verdict})
     return pd.DataFrame(rows, columns=["call", *_ESTIMATE, "equivalent", "verdict"])
-
-
-def reference_words(table: pd.DataFrame) -> list[str]:
-    """`reference_check` as sentences."""
-    return [
-        f"{r.call}: ours / reference is {r.value:.3f} [{r.low:.3f}, {r.high:.3f}], {r.verdict}"
-        for r in table.itertuples()
-    ]
 
 
 def facts(result: Result, name: str) -> list[Any]:
@@ -298,9 +284,29 @@ def capacity(result: Result) -> pd.DataFrame:
 
 
 def kernels(result: Result) -> pd.DataFrame:
-    """Which kernel ran, by treatment and layer type, as the profiler saw it (distinct rows over blocks)."""
-    frame = result.kernels_frame().drop(columns="block")
-    return frame.loc[frame.astype(str).drop_duplicates().index].reset_index(drop=True)
+    """Which kernel ran, by treatment and layer type, as the profiler saw it (distinct rows over blocks).
+
+    Columns: trial, layer_type, expected, ran, implementation (the library's own name), layers, weight_bytes.
+    """
+    frame = result.kernels_frame()
+    if "implementation" not in frame:
+        frame = frame.assign(implementation=None)
+    frame["implementation"] = [_implementations(seen) for seen in frame["implementation"]]
+    columns = ["trial", "layer_type", "expected", "ran", "implementation", "layers", "weight_bytes"]
+    return frame[columns].drop_duplicates().reset_index(drop=True)
+
+
+def _implementations(seen: Any) -> str:
+    """`{"decode": [...], "prefill": [...]}` as one text; both phases only where they differ."""
+    if not isinstance(seen, dict):
+        return ""
+    texts = {phase: ", ".join(names) for phase, names in seen.items() if names}
+    if len(set(texts.values())) <= 1:
+        return next(iter(texts.values()), "")
+    return "; ".join(f"{phase}: {text}" for phase, text in texts.items())
+
+
+HIDDEN = ("checked_now", "gate_key")  # of use to the runner only
 
 
 def correctness(result: Result) -> pd.DataFrame:
@@ -318,7 +324,9 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         if isinstance(value, dict):
             out |= _flat(value, f"{prefix}{key}.")
-        elif not isinstance(value, (list, tuple)):
+        elif isinstance(value, str) and len(value) > 16:
+            out[prefix + key] = value[:12]  # a digest
+        elif key not in HIDDEN and not isinstance(value, list | tuple):
             out[prefix + key] = value
     return out
 
@@ -432,4 +440,5 @@ def side_by_side(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     columns = ["quantity", "value", "low", "high", "blocks"]
     both = ours[columns].merge(theirs[columns], on="quantity", suffixes=("_here", "_reference"))
     overlap = (both["low_here"] <= both["high_reference"]) & (both["low_reference"] <= both["high_here"])
-    return both.assign(intervals_overlap=overlap)
+    known = both.filter(regex="low|high").notna().all(axis=1)
+    return both.assign(intervals_overlap=overlap.astype(object).where(known, None))
