@@ -40,6 +40,7 @@ from flashgap.look import (
     records_line,
     save,
 )
+from flashgap.notebook import number
 
 if TYPE_CHECKING:
     from flashgap.results import Result
@@ -90,7 +91,7 @@ def task(result: Result) -> Figure:
         )
         bar = arms([row.value], [row.low], [row.high])
         ax.errorbar([x + 0.08], [row.value], yerr=bar, fmt=marker(row.treatment), color=colour(row.treatment))
-        ax.text(x + 0.17, row.value, f"{row.value:#.3g} s", color=colour(row.treatment), va="center")
+        ax.text(x + 0.17, row.value, f"{number(row.value)} s", color=colour(row.treatment), va="center")
     ax.set_xticks(range(len(data)), [name_of(n) for n in data["treatment"]])
     ax.tick_params(axis="x", labelsize=8, labelcolor=INK, length=0)
     from_zero(ax, max(reach(data)[1], top))
@@ -106,7 +107,7 @@ def _request_curves(ax: Axes, result: Result) -> None:
             x, y = np.sort(values), np.arange(1, len(values) + 1) / len(values)
             ax.step([0, *x], [0, *y], where="post", color=colour(name), linewidth=0.9, alpha=0.6)
         if groups:
-            text = f"{name_of(name)}: half of them after {np.median(np.concatenate(groups)):#.3g} s"
+            text = f"{name_of(name)}: half of them after {number(float(np.median(np.concatenate(groups))))} s"
             ax.text(
                 0.02,
                 0.97 - 0.08 * line,
@@ -293,12 +294,11 @@ def _context_ratio(ax: Axes, ratio: pd.DataFrame, top: int) -> None:
     ax.errorbar(ratio["context_tokens"], ratio["value"], yerr=bars, color=INK, marker="o", elinewidth=1.1)
     ax.axhline(1, color=INK, linewidth=0.8)
     ax.text(
-        0.99,
-        1.02,
+        0.01,
+        0.97,
         "equal",
         transform=ax.get_yaxis_transform(),
-        ha="right",
-        va="bottom",
+        va="top",
         fontsize=6.8,
         color=SOFT,
     )

@@ -138,7 +138,8 @@ def _planted(result: Result) -> float:
 
 def _block_ratios(ax: Axes, groups: list[list[np.ndarray]]) -> None:
     base = groups[0]
-    drawn = []
+    drawn: list[float] = []
+    reached: list[float] = []
     for y, (name, group) in enumerate(zip(tables.AA[1:], groups[1:], strict=True)):
         dots = np.array([np.median(g) / np.median(b) for g, b in zip(group, base, strict=True)])
         estimate = stats.paired_ratio(list(zip(group, base, strict=True)))
@@ -163,7 +164,12 @@ def _block_ratios(ax: Axes, groups: list[list[np.ndarray]]) -> None:
             0, 1 - y + 0.43, label, transform=ax.get_yaxis_transform(), backgroundcolor="white", fontsize=7
         )
         drawn += [*dots]
+        reached += [end for end in ends if np.isfinite(end)]
     low, high = np.quantile(drawn, [0.02, 0.98])
+    low, high = (
+        min([low, *(max(e, low / 1.2) for e in reached)]),
+        max([high, *(min(e, high * 1.2) for e in reached)]),
+    )
     ratio_axis(ax, low, high)
     if outside := sum(not low / 1.02 <= d <= high * 1.02 for d in drawn):
         ax.text(
