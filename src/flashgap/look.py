@@ -3,7 +3,8 @@
 The one idea: a reader compares pictures, so they share one page width, one type, one colour for each
 build, and the same four lines of text: a title that says what is shown, a line on how to read it, the
 axis units, and a caption that names the records. Colours are Okabe and Ito's, which stay apart for the
-colour-blind; markers and line styles repeat what the colour says, for print.
+colour-blind; markers and line styles repeat what the colour says, for print. seaborn's `ticks` style and
+`paper` context are the base; what differs from them stands in `LOOK`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
@@ -101,7 +103,7 @@ def look(function: Draw) -> Draw:
     def wrapped(*args: Any, **kwargs: Any) -> Figure:
         with mpl.rc_context():
             mpl.rcdefaults()
-            mpl.rcParams.update(LOOK)
+            mpl.rcParams.update(sns.axes_style("ticks") | sns.plotting_context("paper") | LOOK)
             return function(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]

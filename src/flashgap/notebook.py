@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import os
 import timeit
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 Results = Mapping[str, "Result"]
+
+# A library's progress bar misses the widgets that these pages do without on purpose.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def is_replay() -> bool:
