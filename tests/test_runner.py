@@ -179,7 +179,8 @@ def test_a_record_says_where_it_comes_from_without_paths_of_this_machine(lab):
 
 def test_overhead_is_what_is_neither_load_nor_check_nor_measurement(lab):
     record = only_block(runner.measure(make_study("a"), "noise")).trials["a"]
-    assert record.timings_s["overhead"] == pytest.approx(record.timings_s["total"] - 0.03)
+    # the fake worker claims 0.03 s of load and measurement, which a quick machine may not even spend
+    assert record.timings_s["overhead"] == pytest.approx(max(0.0, record.timings_s["total"] - 0.03))
     assert record.timings_s["child"] == 0.04
 
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from flashgap.results import Result
 
 DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+# The embedded model's sizes, as its file says that `embedded.py` pins by hash: a replay has no model at hand.
+EMBEDDED = ModelShape(
+    layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, tied=True
+)
 BOUND_COLUMNS = ["treatment", "batch", "context_tokens", "ttft_s", "itl_s", "throughput_tokens_per_s"]
 
 
@@ -35,6 +39,8 @@ def model_shape(study: Study, *results: Result) -> ModelShape | None:
     """
     if study.model.config:
         return ModelShape.from_config(study.model.config)
+    if study.model.source == "embedded":
+        return EMBEDDED
     trials = [trial for result in results for block in result.blocks for trial in block.trials.values()]
     stored = next((t.model["config"] for t in trials if t.model.get("config")), None)
     if stored:

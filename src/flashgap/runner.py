@@ -204,6 +204,8 @@ def _until_enough(session: _Session, now: dict[str, Any], since: datetime | None
     wanted, store = session.wanted, session.store
     for note in notes:
         session.progress.say(note)
+    if wanted.experiment.workload.kind != "ceilings":
+        _provide_model(session)
     for _ in range(2 * wanted.experiment.sampling.max_blocks + 1):
         with _machine(session):
             mine = frozenset(block.block_id for block in session.mine)
@@ -356,7 +358,6 @@ def _check_first(session: _Session, specs: dict[str, TrialSpec]) -> dict[str, di
     for name, spec in specs.items():
         if lookup(spec) is not None or _repeated_failure(session.mine, name) is not None:
             continue
-        _provide_model(session)
         session.progress.say(f"checking that {name} computes what it should")
         outcome = _gate(session, spec, name)
         if outcome["status"] != "ok" and lookup(spec) is None:
@@ -382,7 +383,8 @@ def _gate(session: _Session, spec: TrialSpec, name: str) -> dict[str, Any]:
 
 
 def _provide_model(session: _Session) -> None:
-    """Fetch the model here, where a person sees its progress and its one-line errors."""
+    """Fetch the model here, where a person sees its progress and its one-line errors, and see that the
+    workload fits its context."""
     if worker_module() == WORKER:
         from flashgap import models
 
