@@ -442,3 +442,16 @@ def test_the_look_does_not_leak_into_the_notebook() -> None:
 def test_direct_labels_keep_their_order_and_do_not_overlap(wanted: list[float]) -> None:
     placed = look.spread(wanted, [0.08] * len(wanted))
     assert all(b - a >= 0.08 - 1e-4 for a, b in itertools.pairwise(placed))
+
+
+def test_the_summary_pairs_only_blocks_in_which_both_sides_ended_well() -> None:
+    """If this fails, one side of block 1 is compared with the other side of block 2 and called paired."""
+    results = {"task": task_result(5), "memory": memory_result(5)}
+    for result in results.values():
+        for block, name in ((0, "flash"), (2, "standard")):
+            result.blocks[block].trials[name].status = "failed"
+    summary = tables.summary(results)
+    assert "resident weights" in set(summary["quantity"])
+    assert set(summary["blocks"]) == {3}
+    alone = tables.paired_blocks(results["task"], "standard", "flash")
+    assert [block.block_id for block in alone.blocks] == ["b01", "b03", "b04"]

@@ -7,6 +7,7 @@ row keeps its interval and its counts. Times leave in the unit their column name
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -237,7 +238,7 @@ def memory_medians(result: Result) -> pd.DataFrame:
         / 2**20
     )
     known = [phase for phase in PHASES if phase in wide.index.get_level_values(0)]
-    return wide.reindex(known, level=0)[treatments(result)]
+    return wide.reindex(known, level=0)[[name for name in treatments(result) if name in wide]]
 
 
 def main_counter(result: Result) -> str | None:
@@ -338,7 +339,8 @@ def summary(results: dict[str, Result], over: str = "standard", under: str = "fl
     Columns: quantity, unit, standard, flash (medians), value, low, high, blocks, observations.
     """
     rows = []
-    for quantity, groups, unit, scale in _quantities(results):
+    paired = {name: paired_blocks(result, over, under) for name, result in results.items()}
+    for quantity, groups, unit, scale in _quantities(paired):
         a, b = groups(over), groups(under)
         if not a or len(a) != len(b):
             continue
@@ -346,6 +348,18 @@ def summary(results: dict[str, Result], over: str = "standard", under: str = "fl
         values = {"standard": stats.median_ci(a).value * scale, "flash": stats.median_ci(b).value * scale}
         rows.append({"quantity": quantity, "unit": unit, **values, **row(ratio)})
     return pd.DataFrame(rows, columns=["quantity", "unit", "standard", "flash", *_ESTIMATE])
+
+
+def paired_blocks(result: Result, *names: str) -> Result:
+    """`result` with only the complete blocks in which every one of `names` ended `ok`.
+
+    Groups taken from it line up block by block; a block in which one side failed counts for neither.
+    """
+
+    def both(block: Any) -> bool:
+        return block.complete and all(n in block.trials and block.trials[n].status == "ok" for n in names)
+
+    return replace(result, blocks=[block for block in result.blocks if both(block)])
 
 
 def _quantities(results: dict[str, Result]) -> list[tuple[str, Callable[[str], list[Array]], str, float]]:
