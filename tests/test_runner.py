@@ -621,3 +621,18 @@ def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(experi
     survey.check_context(study, experiment, needed)
     with pytest.raises(runner.RunnerError, match=rf"cpu\.yaml: experiments\.{experiment}.*has {needed - 1};"):
         survey.check_context(study, experiment, needed - 1)
+
+
+@pytest.mark.parametrize("opt_in", [False, True])
+def test_replay_misses_a_deleted_record_even_if_it_was_the_only_one(lab, monkeypatch, opt_in):
+    """If this fails, deleting the one record of `long` makes its page say "not measured" and pass."""
+    monkeypatch.setenv("LONG", "1")
+    study = make_study("a", opt_in=opt_in)
+    store = Store.reference(study.profile)
+    header = next(path for path in publish(study) if path.suffix == ".json")
+    store.write_contents({"noise": [header.stem]})
+    monkeypatch.setenv("FLASHGAP_REPLAY", "1")
+    assert len(runner.measure(study, "noise").blocks) == 1
+    header.unlink()
+    with pytest.raises(runner.ReplayError, match=header.name):
+        runner.measure(study, "noise")

@@ -27,6 +27,7 @@ from flashgap.study import project_root
 
 SCHEMA_VERSION = 1
 NOT_APPLICABLE = -1
+CONTENTS = "contents.json"  # in the root of a reference store: what was published
 INTEGER_COLUMNS = ("batch", "context_tokens", "request", "iteration", "replica")
 COLUMNS = ("trial", "metric", "value", *INTEGER_COLUMNS)
 
@@ -254,6 +255,26 @@ class Store:
                     write_atomic(path, to_json(header.model_copy(update=update)))
                 except OSError as error:
                     raise write_error(path.parent, error) from None
+
+    def contents(self) -> dict[str, list[str]]:
+        """Experiment -> ids of the blocks that were published, so that a deleted one is missed even if it was
+        the only one; empty if nothing was published. `RecordError` if the list is unreadable."""
+        path = self.root / CONTENTS
+        try:
+            return dict(json.loads(path.read_text())) if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise RecordError(
+                f"{shown(path)}: unreadable list of records ({error}); restore it from git"
+            ) from None
+
+    def write_contents(self, contents: dict[str, list[str]]) -> None:
+        """Replace the list that `contents` reads."""
+        try:
+            write_atomic(
+                self.root / CONTENTS, json.dumps(contents, indent=1, sort_keys=True).encode() + b"\n"
+            )
+        except OSError as error:
+            raise write_error(self.root, error) from None
 
     def replace(self, experiment: str, blocks: Iterable[Block]) -> list[Path]:
         """Make this store's records of `experiment` exactly `blocks`, copied byte for byte; used to publish."""

@@ -96,14 +96,15 @@ def replay(study: Study, experiment: str) -> Result:
     blocks, problems = store.load_blocks(experiment)
     if problems:
         raise ReplayError(f"replay of {experiment}: {problems[0]}")
+    promised = {block_id for block in blocks for block_id in block.header.series}
+    promised |= set(store.contents().get(experiment, []))
+    gone = sorted(promised - {block.block_id for block in blocks})
+    if gone:
+        raise ReplayError(f"replay of {experiment}: {where}/{gone[0]}.json is missing; restore it from git")
     if not blocks and wanted.experiment.opt_in:
         return Result(experiment, [], [], NOT_MEASURED, "none", [], list(wanted.keys))
     if not blocks:
         raise ReplayError(f"replay of {experiment}: {where} holds no record; publish one with 'make publish'")
-    promised = sorted({block_id for block in blocks for block_id in block.header.series})
-    gone = [block_id for block_id in promised if block_id not in {block.block_id for block in blocks}]
-    if gone:
-        raise ReplayError(f"replay of {experiment}: {where}/{gone[0]}.json is missing; restore it from git")
     complete = [block for block in blocks if block.complete]
     for block in complete:
         for name in block.lacks(wanted.keys):
