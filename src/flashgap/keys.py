@@ -230,12 +230,12 @@ def notebook_key(
 
 
 def shown_records(study: Study, experiments: list[str], replay: bool) -> dict[str, str]:
-    """Digests of the records a notebook shows. A local page shows an opt-in experiment's committed records
-    where it was not run here, so those count too."""
+    """Digests of the records a notebook shows. A local page shows committed records beside its own, and those of
+    an opt-in experiment that was not run here, so they count too."""
     local, reference = store(study.profile, replay), store(study.profile, True)
     digests = {name: records_digest(local.folder(name)) for name in experiments}
-    opt_in = [name for name in experiments if study.experiments[name].opt_in and not replay]
-    return digests | {f"{name} (reference)": records_digest(reference.folder(name)) for name in opt_in}
+    beside = [] if replay else experiments
+    return digests | {f"{name} (reference)": records_digest(reference.folder(name)) for name in beside}
 
 
 def why_stale(old: Key | None, new: Key) -> str:

@@ -55,6 +55,8 @@ class Cost:
 
 def describe(study: Study, experiments: list[str]) -> str:
     """Markdown: a table of `experiments` of `study` and a line of totals; nothing runs."""
+    if os.environ.get("FLASHGAP_REPLAY") == "1":
+        return "A replay of committed records: nothing will be measured."
     costs = [cost(study, name) for name in experiments]
     active = [c for c in costs if not c.opt_in or opted_in()]
     rows = [f"| {c.name} | {c.have} of {c.wanted} | {c.trials} | {minutes(c)} | {note(c)} |" for c in costs]
@@ -150,7 +152,7 @@ def parameters(model: ModelSpec) -> int | None:
         from flashgap.cost import parameters as count
 
         return int(count(ModelShape.from_config(model.config)))
-    folder = Path(str(model.id)).expanduser()
+    folder = project_root() / Path(str(model.id)).expanduser()
     if model.source == "folder" and folder.is_dir():
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         return stored // DTYPE_BYTES[model.dtype]

@@ -58,6 +58,8 @@ def reproduce(
     out = keys.output_dir(study.profile, replay)
     now = context.current_context(study.model)
     force = not replay and os.environ.get("REMEASURE") == "1"
+    if force:  # one start for all notebooks, or each would measure again what the one before it just did
+        os.environ.setdefault("FLASHGAP_SINCE", datetime.now(UTC).isoformat(timespec="seconds"))
     with one_at_a_time(out):
         ran = [path for path in paths if bring_up_to_date(path, study, given, replay, now, force)]
         from flashgap import render
@@ -76,11 +78,8 @@ def bring_up_to_date(
     out = keys.output_dir(study.profile, replay)
     key_file = out / "keys" / f"{path.stem}.json"
     old = keys.read_key(key_file) if (out / path.name).is_file() else None
-    reason = (
-        "asked to measure again"
-        if force
-        else keys.why_stale(old, key_of(path, study, parameters, replay, now))
-    )
+    before = key_of(path, study, parameters, replay, now)
+    reason = "asked to measure again" if force else keys.why_stale(old, before)
     if not reason:
         return False
     say(f"{path.stem}: {reason}; running")
@@ -88,8 +87,9 @@ def bring_up_to_date(
     if not replay:
         ready(study)
     execute(path, out / path.name, study, parameters, replay, now)
-    # Its own records are part of a notebook's key, so the key is taken when they are there.
-    key = key_of(path, study, parameters, replay, now)
+    # Its own records are part of a notebook's key and are there now; all else is as it was at the start, so
+    # that an edit made while it ran makes the page stale.
+    key = before | {"records": key_of(path, study, parameters, replay, now)["records"]}
     keys.write_if_changed(key_file, json.dumps(key, indent=1, sort_keys=True) + "\n")
     say(f"{path.stem}: done in {time.monotonic() - started:.0f} s")
     return True
