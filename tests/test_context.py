@@ -90,6 +90,7 @@ def test_a_patch_release_of_python_or_another_pandas_does_not_matter():
 
 def test_changed_files_of_a_local_model_are_noticed(tmp_path):
     model = ModelSpec(source="folder", id=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(b"1")
     before = context.model_files_digest(model)
     (tmp_path / "model.safetensors").write_bytes(b"22")
@@ -105,3 +106,21 @@ def test_environment_keeps_no_folder(monkeypatch):
 def test_scrub_takes_this_machines_folders_out():
     text = f"{context.project_root()}/src/x.py and {Path.home()}/y"
     assert str(context.project_root()) not in context.scrub(text)
+
+
+def test_a_model_folder_is_known_by_content_from_every_working_directory(tmp_path, monkeypatch):
+    """If this fails, a touch measures everything again, or new weights under an old name go unnoticed."""
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    config, weights = (tmp_path / "models" / "mine" / n for n in ("config.json", "model.safetensors"))
+    config.write_text('{"model_type": "llama"}')
+    weights.write_bytes(b"one")
+    monkeypatch.setenv("FLASHGAP_ROOT", str(tmp_path))
+    monkeypatch.setenv("FLASHGAP_CACHE", str(tmp_path / "cache"))
+    model = ModelSpec(source="folder", id="models/mine")
+    first = context.model_files_digest(model)
+    monkeypatch.chdir(tmp_path / "models")
+    weights.touch()
+    assert first is not None
+    assert context.model_files_digest(model) == first
+    weights.write_bytes(b"two")
+    assert context.model_files_digest(model) != first

@@ -41,7 +41,8 @@ MATTER = ("python", "torch", "transformers", "numpy", "safetensors")  # another 
 ENVIRONMENT = (
     "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY", "KMP_AFFINITY",
     "KMP_BLOCKTIME", "MKL_NUM_THREADS", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
-    "MALLOC_ARENA_MAX", "MALLOC_CONF", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_",
+    "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "OMP_DYNAMIC", "MKL_DYNAMIC", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
     "CUDA_LAUNCH_BLOCKING", "TORCH_COMPILE_DISABLE", "NVIDIA_TF32_OVERRIDE",
 )  # fmt: skip
 
@@ -151,16 +152,21 @@ def current_context(model: ModelSpec | None = None) -> dict[str, Any]:
 
 
 def model_files_digest(model: ModelSpec) -> str | None:
-    """Digest of names, sizes and times of a local model folder's files; None for other sources.
+    """Digest of a local model folder's weights and configuration; None for other sources, or where a file is
+    unreadable (loading the model names it).
 
-    Cheap enough to ask before every experiment; the true weight hash is in each trial's record.
+    The same from every working directory, and by content: a touched file is the same file. File hashes are
+    cached by path, size and time, so asking before every experiment is cheap.
     """
-    folder = Path(str(model.id)).expanduser()
-    if model.source != "folder" or not folder.is_dir():
+    if model.source != "folder":
         return None
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
-    text = "\n".join(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    from flashgap.model_files import ModelError, folder_digest
+
+    folder = project_root() / Path(str(model.id)).expanduser()
+    try:
+        return folder_digest(folder)[:16] if folder.is_dir() else None
+    except (ModelError, OSError):
+        return None
 
 
 def provenance(study: Study) -> dict[str, Any]:
