@@ -23,7 +23,7 @@ OLDEST = (3, 11)
 CONDA_PYTHON = "3.11"  # the version the constraints were tested with
 NEEDED_GIB = 5.0
 ENV_PARTS = {"bin", "conda-meta", "etc", "include", "lib", "lib64", "pyvenv.cfg", "share", "ssl", "man",
-             "compiler_compat", "x86_64-conda-linux-gnu", "install.log", "stamp.json"}  # fmt: skip
+             "compiler_compat", "x86_64-conda-linux-gnu", "install.log", "stamp.json", ".gitignore"}  # fmt: skip
 
 # What pip or conda print, and what it means for the person who waits. First match wins.
 CAUSES = (

@@ -100,7 +100,7 @@ def _overhead(overheads_s: np.ndarray) -> list[str]:
     middle = float(np.median(overheads_s))
     word = "within" if middle <= tables.OVERHEAD_LIMIT_S else "**above**"
     return [
-        f"A fresh process for each trial costs {middle:.2f} s beyond load, check and measurement (median of "
+        f"A forked trial costs {middle:.2f} s beyond load, check and measurement (median of "
         f"{len(overheads_s)} trials): {word} the limit of {tables.OVERHEAD_LIMIT_S} s."
     ]
 
