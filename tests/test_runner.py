@@ -172,6 +172,7 @@ def test_a_record_says_where_it_comes_from_without_paths_of_this_machine(lab):
         "machine_state",
         "started_utc",
     } <= set(stored)
+    assert stored["clock_s"] > 0
     text = block.files()[0].read_text()
     assert str(lab) not in text
     assert str(Path.home()) not in text.replace("~", "") or str(Path.home()) == "/"

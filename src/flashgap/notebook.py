@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import os
-import timeit
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "banner",
-    "clock_cost_s",
     "compare",
     "failures",
     "lint",
@@ -225,14 +223,6 @@ def bullets(lines: Sequence[str]) -> Markdown:
     from IPython.display import Markdown
 
     return Markdown("\n".join(f"- {line}" for line in lines))
-
-
-def clock_cost_s() -> float:
-    """Seconds one reading of our clock takes, the least of several rounds; NaN in replay, which measures nothing."""
-    if is_replay():
-        return float("nan")
-    rounds = timeit.repeat("clock()", "from time import perf_counter as clock", number=20_000, repeat=5)
-    return min(rounds) / 20_000
 
 
 def machine_warnings(results: Results) -> Markdown:
