@@ -15,6 +15,7 @@ NOW := $(shell date -u +%Y-%m-%dT%H:%M:%S+00:00)
 export LONG REMEASURE
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONUNBUFFERED := 1
+export PYTHONNOUSERSITE := 1
 
 help: ## this list
 	@echo "make TARGET [PROFILE=auto|smoke|cpu|h200|a100x8] [LONG=1]"

@@ -124,7 +124,12 @@ def test_nothing_to_render(study, tmp_path):
 def test_executed_notebook_says_where_it_is_from(study, tmp_path):
     """If this fails, a page cannot name its machines, or names this machine's folders."""
     path = tmp_path / "00_a.ipynb"
-    nbformat.write(v4.new_notebook(metadata={"papermill": {"input_path": str(tmp_path)}}), path)
+    cell = v4.new_code_cell("f()", execution_count=1)
+    cell["outputs"] = [
+        v4.new_output("stream", name="stderr", text=f"{tmp_path}/site.py:1: UserWarning"),
+        v4.new_output("display_data", {"text/html": f"<b>{tmp_path}</b>", "image/png": "aGk="}),
+    ]
+    nbformat.write(v4.new_notebook(cells=[cell], metadata={"papermill": {"input_path": str(tmp_path)}}), path)
     reproduce.mark(
         path,
         study,

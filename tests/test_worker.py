@@ -13,6 +13,7 @@ from flashgap import gate, kernels, models, worker
 from flashgap.builds import load, quantization
 from flashgap.builds.load import load_build
 from flashgap.capacity import capacity
+from flashgap.cost import ModelShape
 from flashgap.engine import Engine
 from flashgap.treatment import (
     BuildSpec,
@@ -158,6 +159,9 @@ def test_flash_passes_its_gate_and_says_what_ran():
     assert outcome["kernels"]["lm_head"]["ran"] == kernels.DENSE
     assert outcome["correctness"]["max_weight_error_scales"] < 0.6
     assert outcome["build"]["in_process"]
+    assert outcome["facts"]["minor_page_faults"] >= 0
+    stored = ModelShape.from_config(outcome["model"]["config"])
+    assert stored == ModelShape.from_config(CONFIG), "a replay without the model could not draw its bounds"
 
 
 def test_nan_weights_are_a_nan_record(monkeypatch):

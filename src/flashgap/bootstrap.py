@@ -23,7 +23,7 @@ OLDEST = (3, 11)
 CONDA_PYTHON = "3.11"  # the version the constraints were tested with
 NEEDED_GIB = 5.0
 ENV_PARTS = {"bin", "conda-meta", "etc", "include", "lib", "lib64", "pyvenv.cfg", "share", "ssl", "man",
-             "compiler_compat", "x86_64-conda-linux-gnu", "install.log", "stamp.json", ".gitignore"}  # fmt: skip
+             "compiler_compat", "x86_64-conda-linux-gnu", "aarch64-conda-linux-gnu", "install.log", "stamp.json", ".gitignore"}  # fmt: skip
 
 # What pip or conda print, and what it means for the person who waits. First match wins.
 CAUSES = (
@@ -34,7 +34,7 @@ CAUSES = (
     (r"Temporary failure in name resolution|Name or service not known|Failed to establish a new connection"
      r"|NewConnectionError|Network is unreachable|Connection refused|Max retries exceeded|ProxyError"
      r"|ConnectTimeout|ReadTimeout|timed out|NameResolutionError|CondaHTTPError|Could not resolve host"
-     r"|Connection broken|after connection broken|from versions: none",
+     r"|Connection broken|after connection broken",
      "no network: the package index cannot be reached; connect (or set PIP_INDEX_URL to an index you can reach)"
      " and call again"),
     (r"MemoryError|Cannot allocate memory|Killed", "out of memory while installing; close programs and call again"),

@@ -8,6 +8,7 @@ that compares prompts can help.
 
 from __future__ import annotations
 
+import resource
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +25,16 @@ def run(trial: Trial) -> None:
         from flashgap.reference import reference as function
     else:
         function = {"latency": latency, "context": context, "generation": generation, "task": task}[kind]
+    before = _minor_faults()
     function(trial, trial.spec.workload)
+    trial.facts["minor_page_faults"] = _minor_faults() - before
     trial.phase("steady")
     trial.memory["peak"] = peaks(hardware.memory_counters(trial.spec.device))
+
+
+def _minor_faults() -> int:
+    """Pages this process was given so far; many of them in a decode step mean an allocator that hands memory back."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 # ---------------------------------------------------------------------- workloads

@@ -306,7 +306,19 @@ def mark(path: Path, study: Study, replay: bool, now: dict[str, Any]) -> None:
         "machine": machine_words(now["fingerprint"]),
         "measured_on": measurers(study, replay),
     }
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            scrub_output(output)
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def scrub_output(output: dict[str, Any]) -> None:
+    """Take this machine's folders out of an output's texts (a library's warning may name one); not out of pictures."""
+    data = output.get("data", {})
+    for holder, key in ((output, "text"), (data, "text/plain"), (data, "text/html"), (data, "text/markdown")):
+        text = holder.get(key)
+        if text:
+            holder[key] = context.scrub(text if isinstance(text, str) else "".join(text))
 
 
 def measurers(study: Study, replay: bool) -> list[str]:

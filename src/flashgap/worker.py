@@ -146,6 +146,7 @@ def _describe(spec: TrialSpec, build: Any, verdict: dict[str, Any], outcome: dic
         "digest": resolved.digest,
         "requantized": resolved.requantized,
         "random_weights": resolved.random_weights,
+        "config": _sizes(resolved.config),
     }
     outcome["build"] = {
         "digest": build.digest,
@@ -158,6 +159,12 @@ def _describe(spec: TrialSpec, build: Any, verdict: dict[str, Any], outcome: dic
 
         checks.forget_verdict(spec)
         raise _Refused("incorrect", "the model's files changed since the build was checked; run again")
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """The plain values of a model's configuration, from which a replay without the model draws its bounds."""
+    values = config.get_text_config().to_dict().items()
+    return {k: v for k, v in values if isinstance(v, int | float | str) and not k.startswith("_")}
 
 
 def _same_kernels(found: dict[str, str], verdict: dict[str, Any]) -> None:
