@@ -8,6 +8,7 @@ import yaml
 
 from flashgap import study as study_module
 from flashgap.study import Study, StudyError, detect_profile, params_dir, parse
+from flashgap.treatment import Treatment, content_key
 
 PROFILES = sorted(p.stem for p in params_dir().glob("*.yaml") if p.stem != "claims")
 
@@ -124,3 +125,14 @@ def test_auto_without_nvidia_smi_is_cpu_and_the_environment_overrules(monkeypatc
     monkeypatch.setenv("FLASHGAP_PROFILE", "smoke")
     assert study_module.resolve_profile("auto") == "smoke"
     assert study_module.resolve_profile("h200") == "h200"
+
+
+def test_a_new_setting_that_is_off_keeps_old_records_found():
+    """If this fails, each setting added to a specification orphans every record there is."""
+
+    class Later(Treatment):
+        telemetry_interval_s: float = 0.0
+
+    now, later = Treatment(replica=1), Later(replica=1)
+    assert content_key(later) == content_key(now)
+    assert content_key(Later(replica=1, telemetry_interval_s=1.0)) != content_key(now)

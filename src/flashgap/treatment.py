@@ -228,6 +228,10 @@ class TrialSpec(Frozen):
 
 
 def content_key(spec: Frozen) -> str:
-    """16 hex digits of the SHA-256 of `spec` as canonical JSON (sorted keys)."""
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    """16 hex digits of the SHA-256 of `spec` as canonical JSON (sorted keys), without values left at their default.
+
+    So a setting that is added later, and off by default, leaves earlier records found.
+    """
+    plain = spec.model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
