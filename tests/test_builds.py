@@ -16,7 +16,7 @@ from flashgap.builds.quantization import (
     quantize_in_place,
 )
 from flashgap.engine import Engine
-from flashgap.treatment import BuildSpec, ModelSpec, Quantization
+from flashgap.treatment import BuildSpec, ModelSpec, QuantizationConfig
 
 CONFIG = {
     "model_type": "llama",
@@ -31,7 +31,7 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 RANDOM = ModelSpec(source="random", dtype="float32", config=CONFIG)
-FLASH = BuildSpec(quantization=Quantization(group_size=32))
+FLASH = BuildSpec(quantization=QuantizationConfig(group_size=32))
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def folder_model(tmp_path, monkeypatch):
 def test_every_weight_is_rounded_to_its_nearest_code(scheme, dtype):
     torch.manual_seed(0)
     linear = nn.Linear(128, 24, dtype=dtype)
-    layer = DequantizedLinear.from_linear(linear, Quantization(group_size=32, scheme=scheme))
+    layer = DequantizedLinear.from_linear(linear, QuantizationConfig(group_size=32, scheme=scheme))
     assert error_in_scales(linear.weight, layer) < (0.501 if dtype == torch.float32 else 0.6)
     assert layer.weight().dtype == dtype
 
 
 def test_packing_keeps_the_order_of_the_codes():
-    spec = Quantization(group_size=16)
+    spec = QuantizationConfig(group_size=16)
     codes = torch.arange(16.0)[None]  # exactly the sixteen levels of one group with scale 1
     packed, scales, zeros = quantize(codes, spec)
     assert packed.shape == (1, 8)
@@ -65,7 +65,7 @@ def test_packing_keeps_the_order_of_the_codes():
 
 def test_forward_is_the_dense_product_of_the_rounded_weight_with_bias():
     linear = nn.Linear(64, 10)
-    layer = DequantizedLinear.from_linear(linear, Quantization(group_size=16))
+    layer = DequantizedLinear.from_linear(linear, QuantizationConfig(group_size=16))
     x = torch.randn(3, 5, 64)
     assert torch.allclose(layer(x), x @ layer.weight().T + linear.bias, atol=1e-5)
 
@@ -75,20 +75,20 @@ def test_forward_is_the_dense_product_of_the_rounded_weight_with_bias():
 def test_constant_groups_survive(scheme, value):
     linear = nn.Linear(32, 2, bias=False)
     nn.init.constant_(linear.weight, value)
-    layer = DequantizedLinear.from_linear(linear, Quantization(group_size=32, scheme=scheme))
+    layer = DequantizedLinear.from_linear(linear, QuantizationConfig(group_size=32, scheme=scheme))
     assert torch.allclose(layer.weight(), linear.weight, atol=1e-6)
 
 
 def test_a_group_that_does_not_divide_names_the_layer_and_changes_nothing():
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     with pytest.raises(BuildError, match=r"1: 96 input features .* groups of 64"):
-        quantize_in_place(model, Quantization(group_size=64))
+        quantize_in_place(model, QuantizationConfig(group_size=64))
     assert all(isinstance(m, nn.Linear) for m in model)
 
 
 def test_skipping_everything_is_an_error():
     with pytest.raises(BuildError, match="no linear layer"):
-        quantize_in_place(nn.Sequential(nn.Linear(64, 8)), Quantization(skip=("0",)))
+        quantize_in_place(nn.Sequential(nn.Linear(64, 8)), QuantizationConfig(skip=("0",)))
 
 
 def test_random_models_are_quantized_in_process_and_counted_alike():
@@ -119,10 +119,10 @@ def test_prefill_folds_rows_into_one_matmul(build):
     model = load.load_build(RANDOM, build, "cpu").model
     engine = Engine(model)
     ids = torch.ones(3, 8, dtype=torch.long)
-    seen = kernels.observe(model, {"prefill": lambda: engine.prefill(ids, None, 9)}, build.quantization)
+    seen = kernels.observe(model, {"prefill": lambda: engine.prefill(ids, None, 9)}, build)
     assert kernels.mismatches(seen) == []
     model.requires_grad_(False)
-    frozen = kernels.observe(model, {"prefill": lambda: engine.prefill(ids, None, 9)}, build.quantization)
+    frozen = kernels.observe(model, {"prefill": lambda: engine.prefill(ids, None, 9)}, build)
     assert frozen["lm_head"]["ran"] == kernels.COPIED  # if torch mends this, `_unfreeze` can go
 
 
@@ -145,7 +145,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_ready(folder_model
 
 
 def test_another_group_size_is_another_build(folder_model):
-    other = BuildSpec(quantization=Quantization(group_size=16))
+    other = BuildSpec(quantization=QuantizationConfig(group_size=16))
     assert load.build_digest(folder_model, FLASH) != load.build_digest(folder_model, other)
 
 

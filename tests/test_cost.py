@@ -119,11 +119,11 @@ def test_packed_bytes_are_those_of_the_real_build():
     """If this fails, the 4-bit build's bound is drawn for weights of another size."""
     torch = pytest.importorskip("torch")
     quantization = pytest.importorskip("flashgap.builds.quantization")
-    from flashgap.treatment import Quantization
+    from flashgap.treatment import QuantizationConfig
 
     model = tiny_model("llama").to(torch.bfloat16)
     shape = ModelShape.from_config(model.config)
-    quantization.quantize_in_place(model, Quantization(group_size=32), skeleton=True)
+    quantization.quantize_in_place(model, QuantizationConfig(group_size=32))
     held = [*model.parameters(), *(b for n, b in model.named_buffers() if "inv_freq" not in n)]
     assert cost.weight_bytes(shape, bits=4, group_size=32) == sum(t.nbytes for t in held)
 

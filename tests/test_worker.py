@@ -21,7 +21,7 @@ from flashgap.treatment import (
     Correctness,
     EngineSpec,
     ModelSpec,
-    Quantization,
+    QuantizationConfig,
     Treatment,
     TrialSpec,
 )
@@ -40,7 +40,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 MODEL = ModelSpec(source="random", dtype="float32", config=CONFIG)
-FLASH = BuildSpec(quantization=Quantization(group_size=32))
+FLASH = BuildSpec(quantization=QuantizationConfig(group_size=32))
 LATENCY = {"kind": "latency", "batch_sizes": (1, 2), "prompt_tokens": 8, "generated_tokens": 5}
 
 
@@ -141,8 +141,8 @@ def test_a_wrong_engine_is_incorrect(monkeypatch):
 
 
 def test_a_build_left_dense_is_a_kernel_mismatch(monkeypatch):
-    def forgets_a_layer(model, spec, skeleton=False):
-        done = quantization.quantize_in_place(model, spec, skeleton)
+    def forgets_a_layer(model, spec):
+        done = quantization.quantize_in_place(model, spec)
         done.model.layers[1].mlp.up_proj = torch.nn.Linear(64, 96, bias=False)
         return done
 
@@ -362,7 +362,7 @@ def test_static_and_dynamic_show_fused_attention():
         engine = Engine(model, cache)
         ids = torch.ones(1, 8, dtype=torch.long)
         _, state = engine.prefill(ids, None, 20)
-        seen = kernels.observe(model, {"decode": lambda e=engine, s=state: e.decode_step(s)}, None)
+        seen = kernels.observe(model, {"decode": lambda e=engine, s=state: e.decode_step(s)}, BuildSpec())
         assert seen["attention"]["ran"] == kernels.FUSED
         assert kernels.mismatches(seen) == []
 

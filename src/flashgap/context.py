@@ -37,6 +37,10 @@ PACKAGES = (
     "pyarrow",
     "scipy",
     "pydantic",
+    "autoawq",
+    "llmcompressor",
+    "compressed-tensors",
+    "hqq",
 )
 MATTER = ("python", "torch", "transformers", "numpy", "safetensors")  # another version may change a time
 ENVIRONMENT = (

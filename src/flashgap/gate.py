@@ -17,11 +17,23 @@ from typing import Any
 
 from flashgap import context, models
 from flashgap.treatment import Correctness, TrialSpec
+from flashgap.workload import fixed_shapes
 
 CHECKED_MODULES = tuple(
     f"flashgap.{name}"
-    for name in ("engine", "gate", "kernels", "models", "quality", "builds.load", "builds.quantization")
+    for name in (
+        "engine",
+        "gate",
+        "kernels",
+        "models",
+        "quality",
+        "builds.load",
+        "builds.quantization",
+        "builds.packed",
+    )
 )
+GRAPH_MODULES = ("flashgap.artefact", "flashgap.compiled", "flashgap.graphs", "flashgap.stored_weights")
+GRAPH_TOKENS = 8  # decoded by each compiled graph and compared with the eager engine
 LASTING = ("ok", "incorrect", "kernel_mismatch", "nan")  # other outcomes may be different next time
 NEW_TOKENS = 16
 PROMPT_TOKENS = (40, 17, 29)  # one batch of unequal prompts; the first is also run alone
@@ -53,6 +65,14 @@ def gate_key(spec: TrialSpec) -> str:
         "model_files": now["model_files"],
         "versions": {name: now["versions"].get(name) for name in ("python", "torch", "transformers")},
     }
+    if spec.workload.kind == "quality":
+        data |= {"quality": "measured, not judged"}
+    if spec.treatment.engine.ahead_of_time:
+        data |= {
+            "graphs": fixed_shapes(spec.workload),
+            "graph_modules": context.module_digests(GRAPH_MODULES),
+        }
+        data |= {"threads": spec.threads}
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -66,6 +86,9 @@ def gate_verdict(spec: TrialSpec) -> dict[str, Any] | None:
         return None
     prepared = verdict.get("prepared")
     if prepared and not (models.cache_dir() / "builds" / prepared / "model.safetensors").is_file():
+        return None
+    graphs = verdict.get("graphs")
+    if graphs and not (models.cache_dir() / "artefacts" / graphs / "build.json").is_file():
         return None
     return verdict
 
@@ -101,23 +124,75 @@ def check(spec: TrialSpec) -> dict[str, Any]:
 
     build_spec, limits = spec.treatment.build, spec.correctness
     ids, digest = _held_out(spec)
-    standard = _standard_facts(spec, ids) if build_spec.quantization else None
+    standard = _standard_facts(spec, ids) if build_spec.lossy else None
     build = load_build(spec.model, build_spec, spec.device)
     facts: dict[str, Any] = {"held_out_sha256": digest, "random_weights": spec.model.source == "random"}
-    engine = Engine(build.model, spec.treatment.engine.cache, spec.treatment.engine.compile, spec.device)
-    problems = _check_tokens(build.model, engine, ids, _allowed_margin(spec), facts)
+    settings = spec.treatment.engine
+    verdict: dict[str, Any] = {"build": build.digest}
+    if build_spec.lossy and not build.in_process:
+        verdict["prepared"] = build.digest
+    if settings.ahead_of_time:
+        problems, kernels, verdict["graphs"] = _check_graphs(spec, build, ids, facts)
+        strangers = [
+            f"{k}: expected {row['expected']}, ran {row['ran']}"
+            for k, row in kernels.items()
+            if row["ran"] != row["expected"]
+        ]
+    else:
+        engine = Engine(build.model, settings.cache, settings.compile, spec.device)
+        problems = _check_tokens(build.model, engine, ids, _allowed_margin(spec), facts)
+        kernels, strangers = _check_kernels(build.model, engine, ids, spec)
     if standard:
-        problems += _check_quality(build.model, standard, ids, limits, facts)
-    kernels, strangers = _check_kernels(build.model, engine, ids, spec)
+        found = _check_quality(build.model, standard, ids, limits, facts)
+        problems += found if spec.workload.kind != "quality" else []  # there it is what is measured
     status = "incorrect" if problems else "kernel_mismatch" if strangers else "ok"
     return {
         "status": status,
         "error": "; ".join(problems or strangers) or None,
         "correctness": {**facts, "passed": not problems},
         "kernels": kernels,
-        "build": build.digest,
-        "prepared": build.digest if build_spec.quantization and not build.in_process else None,
+        **verdict,
     }
+
+
+def _check_graphs(
+    spec: TrialSpec, build: Any, ids: list[int], facts: dict[str, Any]
+) -> tuple[list[str], dict[str, dict], str]:
+    """Compile what is missing; every graph must give the tokens of the eager engine of the same build."""
+    import torch
+
+    from flashgap import artefact
+    from flashgap.compiled import ArtefactEngine
+    from flashgap.engine import Engine
+    from flashgap.graphs import Shape
+    from flashgap.progress import note
+
+    shapes = [Shape(*shape) for shape in fixed_shapes(spec.workload)]
+    at = artefact.folder(build.digest, spec)
+    artefact.compile_missing(build, at, shapes, spec.device, note)
+    engine = ArtefactEngine(at, build.model.config, build.model.dtype, spec.device)
+    eager = Engine(build.model, device=spec.device)
+    problems, comparisons = [], []
+    for shape in shapes:
+        new = GRAPH_TOKENS if shape.phase == "decode" else 1
+        length = shape.tokens if shape.phase == "prefill" else min(PROMPT_TOKENS[1], shape.tokens - new)
+        text = ids * (1 + (length + shape.batch) // len(ids))
+        rows = [text[row : row + length - row % 2] for row in range(shape.batch)]
+        truth = eager.generate(rows, new, gaps=True)
+        if shape.phase == "prefill":
+            ours = engine.prefill(torch.tensor(rows, device=spec.device), None, length)[0].tolist()
+        else:
+            ours = engine.generate(rows, new).tokens
+        compared = compare_tokens(truth.tokens, ours, truth.logits_gap)
+        comparisons.append({"with": shape.name, "batch": shape.batch, **compared})
+        if compared["tie_margin"] > _allowed_margin(spec):
+            problems.append(
+                f"{shape.name}: greedy tokens differ from the eager engine at token {compared['first_difference']}, where the "
+                f"two best logits are {compared['tie_margin']:.3g} apart (limit {_allowed_margin(spec):g})"
+            )
+    facts["tokens_equal"] = all(c["first_difference"] is None for c in comparisons)
+    facts["token_comparisons"] = comparisons
+    return problems, artefact.kernel_rows(at, build.model, shapes), at.name
 
 
 def _held_out(spec: TrialSpec) -> tuple[list[int], str]:
@@ -136,9 +211,11 @@ def _standard_facts(spec: TrialSpec, ids: list[int]) -> dict[str, Any]:
 
     model = models.load(spec.model, spec.device)
     window = _window(model)
-    assert spec.treatment.build.quantization is not None
-    layers = list(targets(model, spec.treatment.build.quantization))
-    sample = [layers[0], layers[len(layers) // 2], layers[-1]]
+    sample = []
+    rounding = spec.treatment.build.quantization
+    if rounding and (rounding.quantizer, rounding.execution) == ("rtn", "dequantize"):
+        layers = list(targets(model, rounding))
+        sample = [layers[0], layers[len(layers) // 2], layers[-1]]
     return {
         "window": window,
         "logits": reference_logits(model, ids[: spec.correctness.tokens], window),
@@ -232,11 +309,12 @@ def _check_quality(
     from flashgap.quality import compare
 
     quality = compare(standard["logits"], model, ids[: limits.tokens], standard["window"])
-    error = max(
+    errors = [
         error_in_scales(weight.to(model.get_submodule(name).packed.device), model.get_submodule(name))
         for name, weight in standard["weights"].items()
-    )
-    facts |= quality.as_dict() | {"max_weight_error_scales": error}
+    ]
+    error = max(errors, default=0.0)
+    facts |= quality.as_dict() | ({"max_weight_error_scales": error} if errors else {})
     problems = []
     if quality.kl_nats > limits.max_kl_nats:
         problems.append(f"KL to Standard is {quality.kl_nats:.3g} nats (limit {limits.max_kl_nats:g})")
@@ -269,7 +347,7 @@ def _check_kernels(
         "decode": lambda: eager.decode_step(state),
         "prefill": lambda: eager.prefill(prompt, None, room),
     }
-    seen = kernels.observe(model, forwards, spec.treatment.build.quantization)
+    seen = kernels.observe(model, forwards, spec.treatment.build)
     if engine.compiled:
         _, compiled_state = engine.prefill(prompt, None, room)
         engine.decode_step(compiled_state)

@@ -46,6 +46,19 @@ def hub_folder(repo: str, revision: str | None, progress: Progress) -> Path:
     return Path(folder)
 
 
+def hub_snapshot(repo: str, revision: str | None) -> Path:
+    """The local snapshot of a checkpoint as it is, whatever its format; fetched if it is not here."""
+    import huggingface_hub
+
+    with hub_errors(repo, revision), plain_progress():
+        try:
+            kept = huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True)
+        except huggingface_hub.errors.LocalEntryNotFoundError:
+            patterns = [*HUB_PATTERNS, "*.gguf"]
+            kept = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns)
+    return Path(kept)
+
+
 def kept_snapshot(repo: str, revision: str | None) -> Path | None:
     """A complete snapshot from an earlier download, or None."""
     import huggingface_hub

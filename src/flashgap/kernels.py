@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from flashgap.builds.packed import PackedLinear
 from flashgap.builds.quantization import DequantizedLinear
-from flashgap.treatment import Quantization
+from flashgap.treatment import BuildSpec
 
 COPIED = "batched matmul, weight copied for every row"
 DENSE, DEQUANTIZED, PACKED = "dense matmul", "dequantize, then dense matmul", "packed low-bit matmul"
@@ -32,6 +33,7 @@ MARK = "flashgap::"
 MATMULS = ("aten::mm", "aten::addmm", "aten::mkldnn_linear", "aten::addmv", "aten::mv")
 BATCHED = "aten::bmm"  # in a linear layer: rows were not folded into one matrix
 UNPACKS = ("aten::__rshift__", "aten::bitwise_right_shift", "aten::bitwise_and", "aten::__and__")
+SCALES = ("aten::sub", "aten::mul")  # codes of a byte each need no unpacking
 LOW_BIT = ("int4", "int8pack", "4bit", "marlin", "machete", "awq", "gptq", "dequantize_4bit", "dyn_quant")
 ATTENTIONS = (
     "flash_attention",
@@ -42,19 +44,24 @@ ATTENTIONS = (
 )
 
 
-def expected_kernels(model: nn.Module, spec: Quantization | None) -> dict[str, str]:
-    """What each layer type must run by the treatment, whatever the build put there; attention is fused."""
-    layers = {
-        _type(name): DENSE if spec is None or _skipped(name, spec) else DEQUANTIZED
-        for name, _ in _linears(model)
-    }
-    return {**layers, "attention": FUSED}
+def expected_kernels(model: nn.Module, build: BuildSpec) -> dict[str, str]:
+    """What each layer type must run by the treatment; attention is fused.
+
+    Which layers are quantized is said by the treatment, or by the checkpoint's own files.
+    """
+    low_bit = {"dequantize": DEQUANTIZED, "packed": PACKED, None: DENSE}[build.execution]
+    spec = build.quantization
+    layers: dict[str, set[str]] = defaultdict(set)
+    for name, module in _linears(model):
+        left = build.checkpoint is not None and isinstance(module, nn.Linear)
+        layers[_type(name)].add(DENSE if left or (spec and _skipped(name, spec.skip)) else low_bit)
+    return {**{kind: " | ".join(sorted(names)) for kind, names in layers.items()}, "attention": FUSED}
 
 
 def observe(
     model: nn.Module,
     forwards: dict[str, Callable[[], Any]],
-    spec: Quantization | None,
+    build: BuildSpec,
     implementations: bool = True,
 ) -> dict[str, dict]:
     """Run each of `forwards` (by phase, e.g. prefill and decode) and name the kernels per layer type.
@@ -81,7 +88,7 @@ def observe(
             "operators": {phase: sorted(ops) for phase, ops in seen[kind].items()},
             "implementation": {phase: sorted(found) for phase, found in names[kind].items()},
         }
-        for kind, expected in expected_kernels(model, spec).items()
+        for kind, expected in expected_kernels(model, build).items()
     }
 
 
@@ -119,7 +126,7 @@ def mismatches(kernels: dict[str, dict]) -> list[str]:
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, DequantizedLinear)):
+        if isinstance(module, nn.Linear | DequantizedLinear | PackedLinear):
             yield name, module
 
 
@@ -133,8 +140,8 @@ def _type(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def _skipped(name: str, spec: Quantization) -> bool:
-    return any(name.endswith(suffix) for suffix in spec.skip)
+def _skipped(name: str, skip: tuple[str, ...]) -> bool:
+    return any(name.endswith(suffix) for suffix in skip)
 
 
 def _census(model: nn.Module, kind: str) -> dict[str, int]:
@@ -157,7 +164,8 @@ def _family(kind: str, names: set[str]) -> str:
         return COPIED
     if not any(n in MATMULS for n in names):
         return "no matmul"
-    return DEQUANTIZED if any(n in UNPACKS for n in names) else DENSE
+    expanded = any(n in UNPACKS for n in names) or set(SCALES) <= names
+    return DEQUANTIZED if expanded else DENSE
 
 
 @contextlib.contextmanager
@@ -266,7 +274,8 @@ def _write(text: str) -> object:
 
 
 def _sample_input(module: Any) -> torch.Tensor:
-    weight = module.scales if isinstance(module, DequantizedLinear) else module.weight
+    holders = {DequantizedLinear: "scales", PackedLinear: "scales_and_zeros"}
+    weight = getattr(module, holders.get(type(module), "weight"))
     return torch.zeros(1, module.in_features, dtype=weight.dtype, device=weight.device)
 
 

@@ -23,8 +23,16 @@ def run(trial: Trial) -> None:
         from flashgap.capacity import capacity as function
     elif kind == "reference":
         from flashgap.reference import reference as function
+    elif kind == "quality":
+        from flashgap.quality import measure_quality as function
     else:
-        function = {"latency": latency, "context": context, "generation": generation, "task": task}[kind]
+        function = {
+            "latency": latency,
+            "prefill": prefill,
+            "context": context,
+            "generation": generation,
+            "task": task,
+        }[kind]
     before = _minor_faults()
     function(trial, trial.spec.workload)
     trial.facts["minor_page_faults"] = _minor_faults() - before
@@ -67,6 +75,21 @@ def _rows(
     add("throughput_tokens_per_s", rate, iteration=repeat, **at)
     if generated_tokens > 1:
         add("tpot_s", metrics.tpot_s(result.e2e_s, result.ttft_s, generated_tokens), iteration=repeat, **at)
+
+
+def prefill(trial: Trial, w: Any) -> None:
+    """`ttft_s` of one prompt at each length."""
+    engine = trial.engine
+    for length in w.prompt_tokens:
+        for repeat in range(-w.warmup, w.repeats):
+            ids = tensor(trial, trial.prompts([length]))
+            start_s = engine.clock()
+            _, state = engine.prefill(ids, None, length)
+            ttft_s = engine.clock() - start_s
+            trial.first_token()
+            check_finite(state.logits)
+            if repeat >= 0:
+                trial.observations.add("ttft_s", ttft_s, batch=1, context_tokens=length, iteration=repeat)
 
 
 def context(trial: Trial, w: Any) -> None:

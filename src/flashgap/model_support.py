@@ -87,7 +87,7 @@ def quantized_message(kind: str, quantization: Any) -> str:
     method = data.get("quant_method", "unknown method")
     return (
         f"model '{kind}': already quantised (quantization_config: {getattr(method, 'value', method)}); give the "
-        "unquantised original as model.id, the compressed builds are made from it (params: builds)"
+        "unquantised original as model.id, and this one as the build: builds.flash: {checkpoint: {id: ...}}"
     )
 
 

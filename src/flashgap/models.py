@@ -26,7 +26,7 @@ from flashgap.model_support import (
     skeleton,
 )
 from flashgap.study import project_root
-from flashgap.treatment import ModelSpec
+from flashgap.treatment import Checkpoint, ModelSpec
 
 __all__ = [
     "ByteTokenizer",
@@ -94,6 +94,18 @@ def locate(model: ModelSpec, progress: Progress = print) -> Path:
             raise ModelError(f"model.id: folder {model.id} does not exist; correct the path")
     check_raw_config(folder)
     check_shards(folder)
+    return folder
+
+
+def checkpoint_folder(checkpoint: Checkpoint) -> Path:
+    """The folder of a compressed checkpoint, fetched first if it is a hub id that is not here yet."""
+    if checkpoint.source == "hub":
+        from flashgap.hub import hub_snapshot
+
+        return hub_snapshot(checkpoint.id, checkpoint.revision)
+    folder = project_root() / Path(checkpoint.id).expanduser()
+    if not folder.exists():
+        raise ModelError(f"builds: checkpoint.id: {checkpoint.id} does not exist; correct the path")
     return folder
 
 

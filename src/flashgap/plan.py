@@ -16,7 +16,7 @@ from flashgap.records import Store
 from flashgap.study import Study, project_root
 from flashgap.survey import ExperimentStatus, Wanted, expected_trial_s, status
 from flashgap.treatment import ModelSpec, TrialSpec
-from flashgap.workload import batches, draw_task
+from flashgap.workload import batches, draw_task, fixed_shapes
 
 GIB = 1024**3
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -174,9 +174,20 @@ def disk_bytes(study: Study) -> float:
     """The fetched and converted model, and a third of it for every quantised build."""
     if study.model.source == "random":
         return 0.0
-    quantised = sum(build.quantization is not None for build in study.builds.values())
+    quantised = sum(build.lossy for build in study.builds.values())
     fetched = 0.0 if study.model.source == "folder" else 1.0
-    return weight_bytes(study.model) * (fetched + quantised / 3)
+    return weight_bytes(study.model) * (fetched + quantised / 3 + graphs(study))
+
+
+def graphs(study: Study) -> float:
+    """Compiled graphs that the study keeps, each with weights of its own, in units of the dense weights."""
+    found = set()
+    for experiment in study.experiments.values():
+        for name in experiment.treatments:
+            treatment = study.treatments[name]
+            if treatment.engine.ahead_of_time:
+                found |= {(treatment.build, *shape) for shape in fixed_shapes(experiment.workload)}
+    return sum(0.7 if study.builds[build].lossy else 1.2 for build, *_ in found)
 
 
 def records_bytes(study: Study) -> float:
@@ -196,7 +207,7 @@ def guess_s(spec: TrialSpec, count: int | None) -> float:
         return PROCESS_S + sum(spec.workload.working_sets_bytes) * spec.workload.repeats * 20 / bytes_per_s
     weights = (count or 1e9) * DTYPE_BYTES[spec.model.dtype]
     tokens, decode_steps = steps(spec.workload)
-    slower = FLASH_SLOWDOWN if spec.treatment.build.quantization else 1.0
+    slower = FLASH_SLOWDOWN if spec.treatment.build.execution == "dequantize" else 1.0
     return (
         PROCESS_S + tokens * 2 * (count or 1e9) / flops_per_s + decode_steps * weights * slower / bytes_per_s
     )
@@ -210,6 +221,10 @@ def steps(workload: Any) -> tuple[float, float]:
             return passes * workload.prompt_tokens * sum(sizes), passes * workload.generated_tokens * len(
                 sizes
             )
+        case "prefill":
+            return (workload.repeats + workload.warmup) * sum(workload.prompt_tokens), 0
+        case "quality":
+            return 2 * workload.tokens, 0
         case "context":
             return max(workload.context_tokens), workload.steps * len(workload.context_tokens)
         case "generation":

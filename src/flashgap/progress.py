@@ -58,14 +58,20 @@ class Progress:
         return f", at most {duration(left_s)} left" if left_s > 0 else ""
 
     def _line(self, text: str) -> None:
-        if not self.path:
-            print(text, file=sys.stderr, flush=True)
-            return
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
-        except OSError:
-            print(text, file=sys.stderr, flush=True)  # a lost progress line must not cost a measurement
+        note(text)
+
+
+def note(text: str) -> None:
+    """A line for who waits: to the file that `FLASHGAP_PROGRESS` names, else to stderr."""
+    path = os.environ.get("FLASHGAP_PROGRESS")
+    if not path:
+        print(text, file=sys.stderr, flush=True)
+        return
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except OSError:
+        print(text, file=sys.stderr, flush=True)  # a lost progress line must not cost a measurement
 
 
 def duration(seconds: float) -> str:

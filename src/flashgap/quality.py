@@ -77,6 +77,38 @@ def compare(reference: Sequence[Tensor], model: Any, ids: Sequence[int], window:
     return Quality(tokens, max(kl, 0.0), agree, math.exp(loss), math.exp(reference_loss))
 
 
+def measure_quality(trial: Any, w: Any) -> None:
+    """`kl_nats`, `loss_nats`, `standard_loss_nats` and `top1_agreement`: means of each window, one row a window.
+
+    Standard and the build are in memory together, so that no logits need be kept.
+    """
+    from flashgap import models
+    from flashgap.builds.calibration import other_english_text
+
+    text, digest = other_english_text()
+    ids = held_out_ids(models.tokenizer(trial.spec.model).encode, text, w.tokens)
+    trial.first_token()
+    standard = models.load(trial.spec.model, trial.spec.device)
+    trial.facts |= {"text_sha256": digest, "tokens": len(ids)}
+    pairs = zip(
+        window_logits(standard, ids, w.window_tokens),
+        window_logits(trial.engine.model, ids, w.window_tokens),
+        strict=True,
+    )
+    for window, ((ours, targets), (theirs, _)) in enumerate(pairs):
+        kl, agree, loss, reference_loss = (_sums(ours, theirs, targets) / len(targets)).tolist()
+        if not math.isfinite(kl + loss + reference_loss):
+            raise QualityError("logits are NaN or infinite")
+        rows = {
+            "kl_nats": kl,
+            "loss_nats": loss,
+            "standard_loss_nats": reference_loss,
+            "top1_agreement": agree,
+        }
+        for metric, value in rows.items():
+            trial.observations.add(metric, value, context_tokens=w.window_tokens, iteration=window)
+
+
 def _sums(ours: Tensor, theirs: Tensor, targets: Tensor) -> Tensor:
     """Sums over rows: KL(ours || theirs), equal best tokens, -log p(target) of theirs and of ours."""
     p, q = ours.float().log_softmax(-1), theirs.float().log_softmax(-1)

@@ -46,6 +46,7 @@ from flashgap.treatment import TrialSpec
 
 __all__ = ["ReplayError", "RunnerError", "fresh", "measure", "replay", "require_devices", "status"]
 
+GATE_TIMEOUT_S = 5400.0  # a check may quantize with a search and compile a dozen graphs first
 WORKER = "flashgap.worker"  # module with `main`, `gate` and `gate_verdict`; FLASHGAP_WORKER replaces it
 NOT_MEASURED = "not measured: it is opt-in, run with LONG=1"
 REPEATED_FAILURES = 2  # the same end so often in one call: not run again in it
@@ -375,7 +376,7 @@ def _gate(session: _Session, spec: TrialSpec, name: str) -> dict[str, Any]:
         start="fork",
         preload=session.preload,
         log=session.logs / f"{label}.log",
-        timeout_s=session.wanted.experiment.sampling.trial_timeout_s,
+        timeout_s=max(GATE_TIMEOUT_S, session.wanted.experiment.sampling.trial_timeout_s),
         memory_limit_bytes=spec.memory_limit_bytes,
     )
     if ended.outcome["status"] != "ok":

@@ -272,6 +272,10 @@ def context_needed_tokens(workload: AnyWorkload) -> int:
             return 0
         case "context":
             return max(workload.context_tokens) + workload.steps
+        case "prefill":
+            return max(workload.prompt_tokens)
+        case "quality":
+            return workload.window_tokens
         case "task":
             return workload.max_context_tokens
         case "reference":  # the timer runs each statement more than once

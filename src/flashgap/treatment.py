@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+SEARCHING = ("autoawq", "llmcompressor")  # quantizers that look at data
 
 
 class Frozen(BaseModel):
@@ -47,37 +48,122 @@ class ModelSpec(Frozen):
         return self
 
 
-class Quantization(Frozen):
-    """Group-wise weight quantisation of the linear layers, and how the forward pass executes it.
+class Calibration(Frozen):
+    """Text that a calibrated quantizer sees: `samples` pieces of `length_tokens`, drawn with `seed`.
 
-    `dequantize`: packed weights are expanded to `dtype` on every forward pass (no 4-bit kernel).
-    `group_size` counts input features per scale. `skip` names modules (suffixes) left alone.
+    `text` is `python_docs` (the language reference that every Python carries) or a path of a text file.
     """
 
-    method: Literal["rtn"] = "rtn"
-    bits: Literal[4] = 4
-    group_size: PositiveInt = 64
+    text: str = "python_docs"
+    samples: PositiveInt = 32
+    length_tokens: PositiveInt = 512
+    seed: int = 20261201
+
+
+class QuantizationConfig(Frozen):
+    """Weight quantization of the linear layers: the published study's five fields and what real use needs.
+
+    `bits` a weight; `scheme` symmetric (zero point in the middle) or asymmetric; `per_channel` one scale for
+    each output feature, else one for each `group_size` input features; `quantizer` the library that chooses
+    the codes; `disable_search` leaves out its search over scales. `skip` names modules (suffixes) left
+    alone, `eight_bits` those that keep 8 bits in a configuration of 4. `execution`: `dequantize` expands to the model's dtype on every
+    forward pass (no low-bit kernel), `packed` multiplies with the codes as they are.
+    """
+
+    bits: Literal[4, 8] = 4
     scheme: Literal["symmetric", "asymmetric"] = "asymmetric"
-    execution: Literal["dequantize"] = "dequantize"
+    per_channel: bool = False
+    quantizer: Literal["rtn", "autoawq", "llmcompressor", "hqq"] = "rtn"
+    disable_search: bool = False
+    group_size: PositiveInt | None = 64
     skip: tuple[str, ...] = ("lm_head",)
+    eight_bits: tuple[str, ...] = ()
+    calibration: Calibration | None = None
+    execution: Literal["dequantize", "packed"] = "dequantize"
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> QuantizationConfig:
+        if self.searches and self.calibration is None:  # a search wants data: the default text
+            object.__setattr__(self, "calibration", Calibration())
+        if self.per_channel != (self.group_size is None):
+            raise ValueError(
+                "per_channel: true is one scale a channel and wants group_size: null, and the other way round"
+            )
+        if self.quantizer == "autoawq" and (self.bits, self.scheme, self.per_channel) != (
+            4,
+            "asymmetric",
+            False,
+        ):
+            raise ValueError(
+                "quantizer: autoawq packs 4 bits with a zero point for each group, so it wants bits: 4, "
+                "scheme: asymmetric, per_channel: false; llmcompressor takes the others"
+            )
+        if self.quantizer == "hqq" and self.scheme == "symmetric":
+            raise ValueError("quantizer: hqq optimises zero points, so scheme: symmetric means nothing to it")
+        if self.calibration is not None and self.quantizer in ("rtn", "hqq"):
+            raise ValueError(f"quantizer: {self.quantizer} looks at no data; remove calibration")
+        if self.execution == "packed" and self.bits != 4:
+            raise ValueError("execution: packed has a kernel for 4 bits; 8 bits want execution: dequantize")
+        return self
+
+    @property
+    def searches(self) -> bool:
+        """Whether scales are searched for on calibration data."""
+        return self.quantizer in SEARCHING and not self.disable_search
+
+
+class Checkpoint(Frozen):
+    """A compressed checkpoint that exists: a folder, or a hub id, in AWQ, GPTQ, compressed-tensors or GGUF."""
+
+    source: Literal["folder", "hub"] = "folder"
+    id: str
+    revision: str | None = None
+    execution: Literal["dequantize", "packed"] = "packed"
 
 
 class BuildSpec(Frozen):
-    """A model made ready to run; no `quantization` is the Standard build."""
+    """A model made ready to run; neither `quantization` nor `checkpoint` is the Standard build."""
 
-    quantization: Quantization | None = None
+    quantization: QuantizationConfig | None = None
+    checkpoint: Checkpoint | None = None
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> BuildSpec:
+        if self.quantization and self.checkpoint:
+            raise ValueError(
+                "quantization and checkpoint exclude each other: a checkpoint is quantized already"
+            )
+        return self
+
+    @property
+    def lossy(self) -> bool:
+        """Whether its weights are not Standard's."""
+        return self.quantization is not None or self.checkpoint is not None
+
+    @property
+    def execution(self) -> Literal["dequantize", "packed"] | None:
+        """How quantized layers run; None for Standard."""
+        origin = self.quantization or self.checkpoint
+        return origin.execution if origin else None
 
 
 class EngineSpec(Frozen):
-    """How token batches are run: cache policy and compilation."""
+    """How token batches are run: cache policy and compilation.
+
+    `compile` compiles in the process that runs; `ahead_of_time` loads a graph of the whole pass that was
+    compiled once, with frozen weights and autotuned matrix kernels, and saved.
+    """
 
     cache: Literal["dynamic", "static"] = "dynamic"
     compile: bool = False
+    ahead_of_time: bool = False
 
     @model_validator(mode="after")
     def _static(self) -> EngineSpec:
-        if self.compile and self.cache != "static":
-            raise ValueError("compile: true needs cache: static (a growing cache recompiles at every step)")
+        if (self.compile or self.ahead_of_time) and self.cache != "static":
+            raise ValueError("a compiled pass needs cache: static (a growing cache recompiles at every step)")
+        if self.compile and self.ahead_of_time:
+            raise ValueError("compile and ahead_of_time exclude each other: choose one")
         return self
 
 
@@ -112,6 +198,15 @@ class LatencyWorkload(Workload):
     generated_tokens: PositiveInt
     repeats: PositiveInt = 1
     warmup: int = Field(default=1, ge=0)
+
+
+class PrefillWorkload(Workload):
+    """Time to the first token of one prompt, at each length in turn; `repeats` follow `warmup` discarded ones."""
+
+    kind: Literal["prefill"]
+    prompt_tokens: tuple[PositiveInt, ...] = Field(min_length=1)
+    repeats: PositiveInt = 5
+    warmup: int = Field(default=2, ge=0)
 
 
 class ContextWorkload(Workload):
@@ -163,6 +258,17 @@ class CapacityWorkload(Workload):
     max_batch: PositiveInt = 256
 
 
+class QualityWorkload(Workload):
+    """Loss, KL divergence and top-1 agreement against Standard, for each window of `tokens` held-out tokens.
+
+    The text is another one than quantizers calibrate on (`builds.calibration`).
+    """
+
+    kind: Literal["quality"]
+    tokens: PositiveInt = 16384
+    window_tokens: int = Field(default=512, ge=2)
+
+
 class CeilingsWorkload(Workload):
     """Measured ceilings of the machine: bytes/s by working-set size, FLOP/s by dtype. Needs no model."""
 
@@ -185,10 +291,12 @@ class ReferenceWorkload(Workload):
 
 AnyWorkload = Annotated[
     LatencyWorkload
+    | PrefillWorkload
     | ContextWorkload
     | GenerationWorkload
     | TaskWorkload
     | CapacityWorkload
+    | QualityWorkload
     | CeilingsWorkload
     | ReferenceWorkload,
     Field(discriminator="kind"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashgap.treatment import TaskWorkload
+from flashgap.treatment import AnyWorkload, LatencyWorkload, PrefillWorkload, TaskWorkload
 
 QUANTILES = (0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1)
 CONV_PROMPT_TOKENS = (2, 29, 181, 207, 387, 403, 703, 1020, 1071, 1130, 1315, 2734, 4083, 4142, 6179, 14050)
@@ -67,3 +67,25 @@ def prompt_ids(lengths_tokens: Sequence[int], vocab_size: int, seed: int) -> lis
     """Random token ids, one list per length. Seed it per trial: equal prompts let a prefix cache cheat."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, length).tolist() for length in lengths_tokens]
+
+
+PROMPT_GRAPHS = (128, 512, 1024, 2048, 4096, 8192)  # lengths that unequal prompts are padded to, on the right
+
+
+def fixed_shapes(w: AnyWorkload) -> list[tuple[str, int, int]]:
+    """The fixed graphs that `w` needs as (phase, batch, tokens): `decode` over a cache of `tokens`, `prefill` of
+    one prompt of `tokens`. `ValueError` for a workload that is no list of known shapes."""
+    if isinstance(w, PrefillWorkload):
+        return [("prefill", 1, tokens) for tokens in w.prompt_tokens]
+    if isinstance(w, LatencyWorkload):
+        room = w.prompt_tokens + w.generated_tokens
+        return [("prefill", 1, w.prompt_tokens), *(("decode", batch, room) for batch in w.batch_sizes)]
+    if isinstance(w, TaskWorkload):
+        shares = [replica_share(draw_task(w), replica, w.replicas) for replica in range(w.replicas)]
+        groups = [group for share in shares for group in batches(share, w.max_batch)]
+        prompts = {next(n for n in PROMPT_GRAPHS if n >= r.prompt_tokens) for group in groups for r in group}
+        decodes = {
+            (len(g), max(r.prompt_tokens for r in g) + max(r.generated_tokens for r in g)) for g in groups
+        }
+        return [("prefill", 1, n) for n in sorted(prompts)] + [("decode", *d) for d in sorted(decodes)]
+    raise ValueError(f"a workload of kind '{w.kind}' has no fixed graphs; use ahead_of_time: false for it")

@@ -14,7 +14,9 @@ import mmap
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,20 @@ import torch
 from torch import nn
 
 from flashgap import models
-from flashgap.builds.quantization import BuildError, DequantizedLinear, quantize_in_place
-from flashgap.treatment import BuildSpec, ModelSpec, Quantization
+from flashgap.builds import quantizers
+from flashgap.builds.packed import PackedLinear
+from flashgap.builds.quantization import (
+    DequantizedLinear,
+    quantize_in_place,
+    quantized_layers,
+    replace,
+    skeleton,
+)
+from flashgap.builds.weights import BuildError
+from flashgap.progress import note
+from flashgap.treatment import BuildSpec, ModelSpec
 
-FORMAT = 1  # of the saved files; a change makes every prepared build stale
+FORMAT = 2  # of the saved files; a change makes every prepared build stale
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -43,31 +55,36 @@ class Build:
 
 def load_build(model: ModelSpec, build: BuildSpec, device: str) -> Build:
     """Load `build` of `model` on `device`, eval mode; prepares it first where it must."""
-    spec = build.quantization
-    if spec is None:
+    if not build.lossy:
         return _finish(models.load(model, device), build_digest(model, build))
-    if model.source == "random":
-        dense = models.load(model, device)
-        return _finish(quantize_in_place(dense, spec), build_digest(model, build), in_process=True)
+    if model.source == "random" and build.quantization:
+        return _finish(_make(model, build, device), build_digest(model, build), in_process=True)
     folder = prepare_build(model, build)
-    return _finish(load_prepared(folder, model, spec, device), folder.name)
+    return _finish(load_prepared(folder, model, device), folder.name)
 
 
 def build_digest(model: ModelSpec, build: BuildSpec) -> str:
     """16 hex digits that identify the weights in memory: the source weights' digest and the build."""
-    source = models.resolve(model, progress=_silent).digest
-    if build.quantization is None:
+    if build.checkpoint:
+        from flashgap.builds.formats import checkpoint_digest
+
+        source = checkpoint_digest(models.checkpoint_folder(build.checkpoint))
+    else:
+        source = models.resolve(model, progress=_silent).digest
+    if not build.lossy:
         return source[:16]
-    text = json.dumps([source, build.model_dump(mode="json"), model.dtype, FORMAT], sort_keys=True)
+    # What its layers are laid out for is part of it: the same codes are packed differently elsewhere.
+    layout = torch.backends.cpu.get_cpu_capability() if build.execution == "packed" else ""
+    facts = [source, build.model_dump(mode="json"), _quantizer(build), model.dtype, FORMAT, layout]
+    text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def prepare_build(model: ModelSpec, build: BuildSpec, device: str = "cpu") -> Path:
-    """Quantize and save once; return the folder `<cache>/builds/<digest>`. Safe against two processes."""
+    """Make the build once and save it; return the folder `<cache>/builds/<digest>`. Safe against two processes."""
     from filelock import FileLock
 
-    spec = build.quantization
-    if spec is None:
+    if not build.lossy:
         raise BuildError("the Standard build needs no preparation")
     root = models.cache_dir() / "builds"
     folder = root / build_digest(model, build)
@@ -76,31 +93,120 @@ def prepare_build(model: ModelSpec, build: BuildSpec, device: str = "cpu") -> Pa
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(str(folder) + ".lock"):
         if not (folder / "model.safetensors").is_file():
-            _save(quantize_in_place(models.load(model, device), spec), folder)
+            start_s = time.perf_counter()
+            made = _make(model, build, device)
+            _save(made, folder, {"made_s": time.perf_counter() - start_s})
     return folder
 
 
-def load_prepared(folder: Path, model: ModelSpec, spec: Quantization, device: str) -> nn.Module:
+def _make(model: ModelSpec, build: BuildSpec, device: str) -> nn.Module:
+    """The build in memory, made from its checkpoint or by its quantizer."""
+    from flashgap.builds import formats
+
+    dtype = DTYPES[model.dtype]
+    spec = build.quantization
+    if spec and (spec.quantizer, spec.execution, spec.bits) == ("rtn", "dequantize", 4):
+        return quantize_in_place(models.load(model, device), spec)
+    if spec and (
+        model.source == "random" or spec.quantizer == "hqq"
+    ):  # its free zero points fit no common format
+        dense = models.load(model, device)
+        return replace(dense, quantizers.quantize_model(dense, None, spec, note), spec.execution, dtype)
+    origin = build.checkpoint
+    folder = models.checkpoint_folder(origin) if origin else quantized_folder(model, build, device)
+    read = formats.read_checkpoint(folder)
+    assert build.execution is not None
+    return replace(_dense(read, dtype, folder), read.weights, build.execution, dtype)
+
+
+def _dense(read: Any, dtype: torch.dtype, folder: Path) -> nn.Module:
+    """The model of a checkpoint; its quantized layers have shapes only."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read.config, dtype=dtype)
+    state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in read.dense.items()}
+    result = model.load_state_dict(state, strict=False, assign=True)
+    if "lm_head" in read.weights:
+        model.config.tie_word_embeddings = False
+    model.tie_weights()
+    replaced = {f"{name}.weight" for name in read.weights}
+    here = dict(model.named_parameters())
+    absent = [n for n in result.missing_keys if n in here and here[n].is_meta and n not in replaced]
+    if absent or result.unexpected_keys:
+        wrong = [*absent, *result.unexpected_keys][:3]
+        raise BuildError(f"{folder}: tensors {wrong} do not match its configuration; fetch it again")
+    _restore_buffers(model, "cpu")
+    return model
+
+
+def _quantizer(build: BuildSpec) -> str:
+    """The library that chooses codes, and its version; ours have the version of the format."""
+    name = build.quantization.quantizer if build.quantization else "rtn"
+    return name if name == "rtn" else f"{name} {metadata.version(name)}"
+
+
+def quantized_folder(model: ModelSpec, build: BuildSpec, device: str = "cpu") -> Path:
+    """What a quantizer found, as a compressed-tensors folder that others load: `<cache>/quantized/<digest>`.
+
+    Made once, whatever executes it: a search takes minutes, reading it seconds.
+    """
+    from filelock import FileLock
+
+    from flashgap.builds import formats
+
+    spec = build.quantization
+    assert spec is not None
+    source = models.resolve(model, progress=_silent).digest
+    settings = spec.model_dump(mode="json", exclude={"execution"})
+    text = json.dumps([source, settings, _quantizer(build), model.dtype, FORMAT], sort_keys=True)
+    folder = models.cache_dir() / "quantized" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(folder) + ".lock"):
+        if not (folder / "quantized.json").is_file():
+            note(
+                f"quantizing with {spec.quantizer}"
+                + (", a search of minutes; kept for later" if spec.searches else "")
+            )
+            start_s = time.perf_counter()
+            dense = models.load(model, device)
+            tokenizer = models.tokenizer(model) if spec.searches else None
+            weights = quantizers.quantize_model(dense, tokenizer, spec, note)
+            made = {"settings": settings, "quantize_s": time.perf_counter() - start_s}
+            partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+            try:
+                formats.write_compressed_tensors(partial, dense, weights, models.locate(model, _silent))
+                (partial / "quantized.json").write_text(json.dumps(made, indent=1))
+                os.chmod(partial, 0o755)
+                os.replace(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+            note(f"quantized in {made['quantize_s']:.0f} s")
+    return folder
+
+
+def load_prepared(folder: Path, model: ModelSpec, device: str) -> nn.Module:
     """A skeleton without weights takes the saved tensors as they are: dense weights are never allocated."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    facts = json.loads((folder / "build.json").read_text())
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(
+        empty = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder), dtype=DTYPES[model.dtype]
         )
-        quantize_in_place(skeleton, spec, skeleton=True)
-    result = skeleton.load_state_dict(
+        skeleton(empty, {name: tuple(kept) for name, kept in facts["layers"].items()}, facts["execution"])
+    result = empty.load_state_dict(
         load_file(folder / "model.safetensors", device=device), strict=False, assign=True
     )
-    skeleton.tie_weights()
-    here = dict([*skeleton.named_parameters(), *skeleton.named_buffers()])
+    empty.tie_weights()
+    here = dict([*empty.named_parameters(), *empty.named_buffers()])
     absent = [name for name in result.missing_keys if name in here and here[name].is_meta]
     if absent or result.unexpected_keys:
         wrong = [*absent, *result.unexpected_keys][:3]
         raise BuildError(f"{folder}: tensors {wrong} do not match the model; delete the folder and run again")
-    _restore_buffers(skeleton, device)
-    return skeleton
+    _restore_buffers(empty, device)
+    return empty
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -113,7 +219,9 @@ def parameter_count(model: nn.Module) -> int:
     """Weights of the model: tied ones once, a 4-bit weight as one, scales and zeros as none."""
     dense = sum(p.numel() for p in model.parameters())
     return dense + sum(
-        m.in_features * m.out_features for m in model.modules() if isinstance(m, DequantizedLinear)
+        m.in_features * m.out_features
+        for m in model.modules()
+        if isinstance(m, DequantizedLinear | PackedLinear)
     )
 
 
@@ -152,7 +260,7 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _save(model: Any, folder: Path) -> None:
+def _save(model: Any, folder: Path, facts: dict[str, Any]) -> None:
     """Write beside `folder`, then rename: a build is there whole or not at all."""
     from safetensors.torch import save_file
 
@@ -161,12 +269,22 @@ def _save(model: Any, folder: Path) -> None:
         state = {k: v.contiguous() for k, v in _untied(model).items()}
         save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
         model.config.save_pretrained(partial)
+        layers = quantized_layers(model)
+        execution = "packed" if any(isinstance(m, PackedLinear) for m in model.modules()) else "dequantize"
+        digest = _digest_of(partial / "model.safetensors")
+        facts = facts | {"layers": layers, "execution": execution, "sha256": digest}
+        (partial / "build.json").write_text(json.dumps(facts, indent=1))
         os.chmod(partial, 0o755)
         os.replace(partial, folder)
     except OSError as error:
         raise BuildError(f"{folder}: the prepared build cannot be saved: {error.strerror or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _untied(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,24 +16,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from flashgap.treatment import Quantization
+from flashgap.builds.packed import PackedLinear
+from flashgap.builds.weights import BuildError, GroupedWeight
+from flashgap.treatment import QuantizationConfig
 
 LEVELS = 15  # largest code of 4 bits
 SYMMETRIC_ZERO = 8  # code that stands for 0 in the symmetric scheme, codes 1..15 used
 
 
-class BuildError(RuntimeError):
-    """A build that cannot be made or loaded; the message names the layer or file and the numbers."""
-
-
 class DequantizedLinear(nn.Module):
-    """A linear layer at rest in 4 bits: weight [N, K] as `packed` [N, K/2], two codes a byte, low nibble
-    first; `scales` and `zeros` [N, K/group_size, 1] in the dtype of the computation."""
+    """A linear layer at rest in 4 or 8 bits: weight [N, K] as `packed`, [N, K/2] with two codes a byte, low
+    nibble first, or [N, K]; `scales` and `zeros` [N, K/group_size, 1] in the dtype of the computation."""
 
-    def __init__(self, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, bits: int = 4
+    ) -> None:
         super().__init__()
+        self.bits = bits
         self.out_features, groups = scales.shape[:2]
-        self.in_features = packed.shape[1] * 2
+        self.in_features = packed.shape[1] * (8 // bits)
         self.group_size = self.in_features // groups
         self.register_buffer("packed", packed)
         self.register_buffer("scales", scales)
@@ -41,25 +42,41 @@ class DequantizedLinear(nn.Module):
         self.bias = nn.Parameter(bias) if bias is not None else None
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, spec: Quantization) -> DequantizedLinear:
+    def from_linear(cls, linear: nn.Linear, spec: QuantizationConfig) -> DequantizedLinear:
         """Quantize the weights of `linear` where they are; its bias is kept as it is."""
         bias = linear.bias.detach() if linear.bias is not None else None
         return cls(*quantize(linear.weight.detach(), spec), bias)
 
     @classmethod
-    def empty_like(cls, linear: nn.Linear, spec: Quantization) -> DequantizedLinear:
+    def from_grouped(
+        cls, name: str, weight: GroupedWeight, dtype: torch.dtype, bias: Tensor | None
+    ) -> DequantizedLinear:
+        """`weight` as its quantizer or file made it. `BuildError` names the layer `name` if it cannot be kept."""
+        if weight.bits not in (4, 8) or weight.shape[1] % 2:
+            raise BuildError(
+                f"{name}: {weight.bits} bits, {weight.shape[1]} input features; wanted are 4 or 8 bits, even features"
+            )
+        codes = weight.codes
+        packed = codes if weight.bits == 8 else codes[:, ::2] | (codes[:, 1::2] << 4)
+        scales, zeros = (t.unsqueeze(-1).to(dtype).contiguous() for t in (weight.scales, weight.zeros))
+        return cls(packed.contiguous(), scales, zeros, bias, weight.bits)
+
+    @classmethod
+    def empty_like(cls, name: str, linear: nn.Linear, group_size: int, bits: int = 4) -> DequantizedLinear:
         """The same shapes on the device of `linear` (`meta` for a skeleton), values undefined."""
         weight = linear.weight
         rows, columns = weight.shape
-        packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
-        scales = torch.empty(rows, columns // spec.group_size, 1, dtype=weight.dtype, device=weight.device)
+        packed = torch.empty(rows, columns * bits // 8, dtype=torch.uint8, device=weight.device)
+        scales = torch.empty(rows, columns // group_size, 1, dtype=weight.dtype, device=weight.device)
         bias = linear.bias.detach() if linear.bias is not None else None
-        return cls(packed, scales, torch.empty_like(scales), bias)
+        return cls(packed, scales, torch.empty_like(scales), bias, bits)
 
     def weight(self) -> Tensor:
         """The dense weight [N, K] in the dtype of the scales, made anew at every call."""
-        low, high = self.packed & 15, self.packed >> 4
-        codes = torch.stack((low, high), dim=-1).view(self.out_features, -1, self.group_size)
+        codes = self.packed
+        if self.bits == 4:
+            codes = torch.stack((self.packed & 15, self.packed >> 4), dim=-1)
+        codes = codes.view(self.out_features, -1, self.group_size)
         dense = (codes.to(self.scales.dtype) - self.zeros) * self.scales
         return dense.view(self.out_features, self.in_features)
 
@@ -68,13 +85,14 @@ class DequantizedLinear(nn.Module):
         return nn.functional.linear(x, self.weight(), self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, 4 bits, group {self.group_size}"
+        return f"{self.in_features} -> {self.out_features}, {self.bits} bits, group {self.group_size}"
 
 
-def quantize(weight: Tensor, spec: Quantization) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(weight: Tensor, spec: QuantizationConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of `weight` [N, K]: packed uint8 [N, K/2], and two [N, K/g, 1] in its dtype."""
     rows, columns = weight.shape
-    grouped = weight.float().view(rows, columns // spec.group_size, spec.group_size)
+    group_size = spec.group_size or columns
+    grouped = weight.float().view(rows, columns // group_size, group_size)
     scales, zeros = _symmetric(grouped) if spec.scheme == "symmetric" else _asymmetric(grouped)
     scales = scales.to(weight.dtype)  # round first, so that codes are nearest under the stored scale
     codes = (grouped / scales.float() + zeros).round().clamp(0, LEVELS).to(torch.uint8).view(rows, columns)
@@ -96,28 +114,63 @@ def _symmetric(grouped: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.full_like(scales, SYMMETRIC_ZERO)
 
 
-def targets(model: nn.Module, spec: Quantization) -> Iterator[tuple[str, nn.Linear]]:
+def targets(model: nn.Module, spec: QuantizationConfig) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers that `spec` quantizes, by name; `BuildError` if a group does not divide one."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or any(name.endswith(suffix) for suffix in spec.skip):
             continue
-        if module.in_features % spec.group_size or spec.group_size % 2:
+        group_size = spec.group_size or module.in_features
+        if module.in_features % group_size or group_size % 2:
             raise BuildError(
-                f"{name}: {module.in_features} input features are not whole groups of {spec.group_size}; choose an "
+                f"{name}: {module.in_features} input features are not whole groups of {group_size}; choose an "
                 f"even group_size that divides {module.in_features}, or add the layer to quantization.skip"
             )
         yield name, module
 
 
-def quantize_in_place(model: nn.Module, spec: Quantization, skeleton: bool = False) -> nn.Module:
-    """Replace the target layers one by one, each freed before the next; `skeleton` only makes the shapes."""
-    make = DequantizedLinear.empty_like if skeleton else DequantizedLinear.from_linear
+def quantize_in_place(model: nn.Module, spec: QuantizationConfig) -> nn.Module:
+    """Round the target layers one by one, each freed before the next."""
     names = [name for name, _ in targets(model, spec)]  # all are checked before any is changed
     if not names:
         raise BuildError(f"no linear layer is left to quantize after skip {list(spec.skip)}")
     for name in names:
-        model.set_submodule(name, make(model.get_submodule(name), spec))  # type: ignore[arg-type]
+        model.set_submodule(name, DequantizedLinear.from_linear(model.get_submodule(name), spec))  # type: ignore[arg-type]
     return model
+
+
+def replace(
+    model: nn.Module, weights: dict[str, GroupedWeight], execution: str, dtype: torch.dtype
+) -> nn.Module:
+    """Put `weights` into the linear layers they are named for, to be executed as `execution` says.
+
+    A tied output layer that is quantized is untied by this: the embedding keeps its own tensor.
+    """
+    kind = LAYERS[execution]
+    for name, weight in weights.items():
+        linear = model.get_submodule(name)
+        bias = linear.bias.detach() if getattr(linear, "bias", None) is not None else None
+        model.set_submodule(name, kind.from_grouped(name, weight, dtype, bias))
+    return model
+
+
+def skeleton(model: nn.Module, layers: dict[str, tuple[int, int]], execution: str) -> nn.Module:
+    """The layers of `replace` without values: `layers` has bits and group size of each quantized one."""
+    for name, (bits, group_size) in layers.items():
+        linear = model.get_submodule(name)
+        model.set_submodule(name, LAYERS[execution].empty_like(name, linear, group_size, bits))  # type: ignore[arg-type]
+    return model
+
+
+def quantized_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Bits and group size of each quantized layer by name: what `skeleton` needs."""
+    kinds = tuple(LAYERS.values())
+    return {name: (m.bits, m.group_size) for name, m in model.named_modules() if isinstance(m, kinds)}
+
+
+LAYERS: dict[str, type[DequantizedLinear] | type[PackedLinear]] = {
+    "dequantize": DequantizedLinear,
+    "packed": PackedLinear,
+}
 
 
 def error_in_scales(original: Tensor, layer: DequantizedLinear) -> float:

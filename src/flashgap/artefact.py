@@ -1,0 +1,216 @@
+"""A compiled build: each graph compiled once by AOTInductor, kept as a file, and loaded in a blink.
+
+The one idea: inductor's best CPU code wants frozen weights and autotuned matrix kernels, takes more than a
+minute a shape to make, and is not cached by inductor; so it is made once, outside every trial, and what is
+measured is the loading and the running of a file. Which kernel autotuning chose for each matrix and number
+of rows, with the times it chose by, is kept beside the file: that is the build's dispatch table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashgap import context, graphs, hardware, models, stored_weights
+from flashgap.builds.load import Build
+from flashgap.builds.packed import PackedLinear
+from flashgap.graphs import Shape
+from flashgap.kernels import DENSE, PACKED
+from flashgap.treatment import TrialSpec
+
+FORMAT = 1
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu": {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN", "freezing": True},
+    "cuda": {"max_autotune": True, "max_autotune_gemm_backends": "TRITON,ATEN", "freezing": True},
+}
+LOW_BIT_CALLS = ("int4pack", "int4mm", "weight_int8pack")
+CODE = ("flashgap.graphs", "flashgap.artefact", "flashgap.stored_weights", "flashgap.builds.packed")
+
+
+# ---------------------------------------------------------------------- where artefacts are
+
+
+def folder(digest: str, spec: TrialSpec) -> Path:
+    """`<cache>/artefacts/<key>` for a build's `digest`: another processor, torch or code is another artefact."""
+    versions = context.package_versions()
+    data = {
+        "build": digest,
+        "dtype": spec.model.dtype,
+        "device": spec.device,
+        "threads": spec.threads or torch.get_num_threads(),
+        "versions": {name: versions[name] for name in ("torch", "transformers")},
+        "processor": [torch.backends.cpu.get_cpu_capability(), hardware.fingerprint()],
+        "settings": SETTINGS[spec.device],
+        "code": context.module_digests(CODE),
+        "format": FORMAT,
+    }
+    key = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return models.cache_dir() / "artefacts" / key
+
+
+def available(at: Path) -> list[Shape]:
+    """Shapes that have been compiled into `at`, and can be read."""
+    found = []
+    for path in sorted(at.glob("*.json")):
+        if path.with_suffix(".pt2").is_file():
+            facts = json.loads(path.read_text())
+            found.append(Shape(**facts["shape"]))
+    return found
+
+
+def facts(at: Path, shape: Shape) -> dict[str, Any]:
+    """What is known of a compiled graph: its `choices`, `kernels`, compile seconds and size."""
+    read: dict[str, Any] = json.loads((at / f"{shape.name}.json").read_text())
+    return read
+
+
+# ---------------------------------------------------------------------- making them
+
+
+def compile_missing(build: Build, at: Path, shapes: Iterable[Shape], device: str, tell: Any = print) -> None:
+    """Compile the `shapes` that `at` lacks, one after the other; each is there whole or not at all."""
+    there = available(at)
+    missing = [shape for shape in dict.fromkeys(shapes) if shape not in there]
+    at.mkdir(parents=True, exist_ok=True)
+    usual = build.model.config._attn_implementation
+    graphs.prepare(build.model)
+    try:
+        for number, shape in enumerate(missing, 1):
+            start_s = time.perf_counter()
+            tell(f"compiling {shape.name} ({number} of {len(missing)}), a minute or two; kept for later runs")
+            _compile(build.model, at, shape, device)
+            tell(f"compiled {shape.name} in {time.perf_counter() - start_s:.0f} s")
+    finally:
+        build.model.set_attn_implementation(usual)
+    about = {"resident_bytes": build.resident_bytes, "parameters": build.parameters, "digest": build.digest}
+    build.model.config.save_pretrained(at)
+    (at / "build.json").write_text(json.dumps(about))
+
+
+def _compile(model: Any, at: Path, shape: Shape, device: str) -> None:
+    from torch._inductor import config
+    from torch._inductor.select_algorithm import add_feedback_saver, clear_feedback_savers
+
+    choices: list[dict[str, Any]] = []
+
+    def keep(timings: dict[Any, float], name: str, inputs: Any, *_: Any) -> None:
+        sizes = [[int(n) for n in node.get_size()] for node in inputs[:2]]
+        timed = {_plain(choice.name): seconds for choice, seconds in timings.items()}
+        choices.append(
+            {"operator": name, "sizes": sizes, "chosen": min(timed, key=timed.__getitem__), "ms": timed}
+        )
+
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=at))
+    start_s = time.perf_counter()
+    add_feedback_saver(keep)
+    try:
+        with torch.no_grad(), config.patch(SETTINGS[device]):
+            target = partial / f"{shape.name}.pt2"
+            # 16-bit layers may be packed by oneDNN, in a layout that cannot be kept outside the graph.
+            dense = any(isinstance(module, torch.nn.Linear) for module in model.modules())
+            weights = _package(model, shape, device, target, shared=not dense)
+        made = {
+            "shape": {"phase": shape.phase, "batch": shape.batch, "tokens": shape.tokens},
+            "choices": choices,
+            "kernels": kernels(target),
+            "weights": stored_weights.add(at, weights),
+            "compile_s": time.perf_counter() - start_s,
+            "bytes": target.stat().st_size,
+        }
+        os.replace(target, at / target.name)
+        written = partial / f"{shape.name}.json"
+        written.write_text(json.dumps(made, indent=1))
+        os.replace(written, at / written.name)
+    finally:
+        clear_feedback_savers()
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _package(model: Any, shape: Shape, device: str, target: Path, shared: bool) -> dict[str, torch.Tensor]:
+    """Compile into `target`. `shared` leaves the weights out and returns them by name; else none are returned."""
+    import torch._inductor
+    from torch._inductor.package import package_aoti
+    from torch.export.pt2_archive._package_weights import Weights
+
+    where = {
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.package_constants_on_disk_format": "pickle_weights",
+    }
+    inputs = graphs.example(model, shape, device)
+    exported = torch.export.export(graphs.module(model, shape), inputs, strict=False)
+    files = torch._inductor.aot_compile(
+        exported.module(check_guards=False),
+        inputs,
+        options={"aot_inductor.package": True, **(where if shared else {})},
+    )
+    package_aoti(str(target), [f for f in files if not isinstance(f, Weights)])
+    return {name: t[0].detach() for f in files if isinstance(f, Weights) for name, t in f.items()}
+
+
+def _plain(name: str) -> str:
+    """A choice's name without the number that inductor gives each kernel it generates."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def kernels(package: Path) -> dict[str, int]:
+    """How often the graph calls each matrix or attention kernel, read from the code that was compiled.
+
+    A graph has no branches, so what it calls is what runs: library calls by their name, generated matrix
+    kernels by what they multiply (packed 4-bit or dense) and the instructions of their inner loop.
+    """
+    with zipfile.ZipFile(package) as archive:
+        sources = {
+            n: archive.read(n).decode(errors="replace") for n in archive.namelist() if n.endswith(".cpp")
+        }
+    wrapper = "".join(text for name, text in sources.items() if "wrapper" in name)
+    code = "".join(text for name, text in sources.items() if "wrapper" not in name)
+    return count_calls(wrapper, code)
+
+
+def count_calls(wrapper: str, code: str) -> dict[str, int]:
+    """Kernels of `kernels` in the source of a graph (`wrapper`) and of its generated kernels (`code`)."""
+    found: Counter[str] = Counter()
+    for call in re.findall(r"aoti_torch_(?:cpu|cuda)_(\w*(?:mm|attention|linear)\w*)\(", wrapper):
+        low_bit = any(word in call for word in LOW_BIT_CALLS)
+        found[("packed 4-bit: " if low_bit else "") + call.lstrip("_")] += 1
+    for name in sorted(set(re.findall(r"\b(cpp_\w+?)_micro_gemm\b", code))):
+        head = re.search(rf"void\s+{name}\(([^)]*)\)", code)
+        low_bit = head is not None and "qscale_and_zeros" in head.group(1)
+        unit = "AMX" if f"{name}_micro_gemm_amx_kernel" in code else "AVX-512"
+        calls = len(re.findall(rf"(?<!void )(?<!void  )\b{name}\(", wrapper))
+        found[f"{'packed 4-bit' if low_bit else 'dense'}: generated, {unit}"] += calls
+    return dict(sorted(found.items()))
+
+
+def kernel_rows(at: Path, model: Any, shapes: Iterable[Shape]) -> dict[str, dict[str, Any]]:
+    """For each graph what its linear layers must run and what its code calls, as `kernels.observe` says it.
+
+    Every quantized layer must be one packed call, and nothing else may be: a layer that fell back shows.
+    """
+    packed = sum(isinstance(module, PackedLinear) for module in model.modules())
+    bytes_held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    rows = {}
+    for shape in shapes:
+        found = facts(at, shape)["kernels"]
+        ran = sum(count for name, count in found.items() if "packed 4-bit" in name)
+        rows[shape.name] = {
+            "expected": f"{PACKED} x {packed}" if packed else DENSE,
+            "ran": f"{PACKED} x {ran}" if ran else DENSE,
+            "layers": packed,
+            "weight_bytes": bytes_held,
+            "operators": {shape.phase: [f"{name} x {count}" for name, count in found.items()]},
+            "implementation": {shape.phase: sorted({c["chosen"] for c in facts(at, shape)["choices"]})},
+        }
+    return rows
