@@ -128,7 +128,7 @@ def key(options: argparse.Namespace) -> None:
     from flashgap import context, keys
 
     study, given = load(options), parameters(options)
-    now = context.current_context(study.model)
+    now = context.current_context(study.model, study.checkpoints)
     for path in keys.find_notebooks(options.notebook):
         new = keys.notebook_key(path, study, {"profile": study.profile, **given}, options.replay, now)
         old = keys.read_key(keys.output_dir(study.profile, options.replay) / "keys" / f"{path.stem}.json")

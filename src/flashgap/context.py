@@ -25,7 +25,7 @@ from typing import Any
 
 from flashgap import hardware
 from flashgap.study import Study, project_root
-from flashgap.treatment import ModelSpec
+from flashgap.treatment import Checkpoint, ModelSpec
 
 PACKAGES = (
     "torch",
@@ -145,15 +145,22 @@ def environment() -> dict[str, str]:
     return {name: os.path.basename(os.environ[name]) for name in ENVIRONMENT if os.environ.get(name)}
 
 
-def current_context(model: ModelSpec | None = None) -> dict[str, Any]:
-    """What `same_context` compares: machine, versions, environment, usable cores, model files."""
+def current_context(model: ModelSpec | None = None, checkpoints: Iterable[Checkpoint] = ()) -> dict[str, Any]:
+    """What `same_context` compares: machine, versions, environment, usable cores, files of model and checkpoints."""
     return {
         "fingerprint": hardware.fingerprint(),
         "versions": package_versions(),
         "environment": environment(),
         "usable_cores": len(os.sched_getaffinity(0)),
-        "model_files": model_files_digest(model) if model else None,
+        "model_files": files_digest(model, checkpoints),
     }
+
+
+def files_digest(model: ModelSpec | None, checkpoints: Iterable[Checkpoint]) -> str | None:
+    """Digest of all local folders that weights come from; that of the model alone where there are no others."""
+    folders = [ModelSpec(source="folder", id=c.id) for c in checkpoints if c.source == "folder"]
+    found = [model_files_digest(model) if model else None, *map(model_files_digest, folders)]
+    return "+".join(map(str, found)) if folders else found[0]
 
 
 def model_files_digest(model: ModelSpec) -> str | None:
@@ -177,7 +184,7 @@ def model_files_digest(model: ModelSpec) -> str | None:
 def provenance(study: Study) -> dict[str, Any]:
     """Where a block comes from: context, commit, parameters, machine state and UTC start."""
     return {
-        **current_context(study.model),
+        **current_context(study.model, study.checkpoints),
         **git_state(),
         "profile": study.profile,
         "params_digest": study.digest[:16],

@@ -51,7 +51,8 @@ class Incorrect(RuntimeError):
 
 def gate_key(spec: TrialSpec) -> str:
     """16 hex digits over all that could change the verdict: specification, code, libraries, machine."""
-    now = context.current_context(spec.model)
+    checkpoint = spec.treatment.build.checkpoint
+    now = context.current_context(spec.model, [checkpoint] if checkpoint else [])
     data = {
         "model": spec.model.model_dump(mode="json"),
         "build": spec.treatment.build.model_dump(mode="json"),

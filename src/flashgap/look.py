@@ -46,13 +46,32 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = (
     "#56B4E9",
 )
 
-COLOURS = {"standard": BLUE, "flash": VERMILLION, "standard_again": SKY, "standard_slowed": ORANGE}
+COLOURS = {
+    "standard": BLUE,
+    "flash": VERMILLION,
+    "standard_again": SKY,
+    "standard_slowed": ORANGE,
+    "standard_best": SKY,
+    "flash_packed": ORANGE,
+    "flash_optimised": GREEN,
+}
 MARKERS = {"standard": "o", "flash": "s", "standard_again": "D", "standard_slowed": "^"}
+MARKERS |= {"standard_best": "D", "flash_packed": "^", "flash_optimised": "P"}
 NAMES = {
     "standard": "Standard",
     "flash": "Flash",
     "standard_again": "Standard again",
     "standard_slowed": "Standard, slowed",
+    "standard_best": "Standard, compiled",
+    "flash_packed": "Flash, packed kernel",
+    "flash_optimised": "Flash, optimised",
+    "rtn": "round to nearest",
+    "rtn_symmetric": "round to nearest, symmetric",
+    "rtn8": "round to nearest, 8 bits",
+    "awq": "AWQ",
+    "awq_unsearched": "AWQ, search off",
+    "published": "published remedy",
+    "hqq": "HQQ",
 }
 
 INTERVALS = "Dots: medians; bars: 95 % intervals"

@@ -56,7 +56,7 @@ def reproduce(
     for path in paths:
         keys.check_parameters(path, given)
     out = keys.output_dir(study.profile, replay)
-    now = context.current_context(study.model)
+    now = context.current_context(study.model, study.checkpoints)
     force = not replay and os.environ.get("REMEASURE") == "1"
     if force:  # one start for all notebooks, or each would measure again what the one before it just did
         os.environ.setdefault("FLASHGAP_SINCE", datetime.now(UTC).isoformat(timespec="seconds"))

@@ -20,6 +20,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 from flashgap.treatment import (
     AnyWorkload,
     BuildSpec,
+    Checkpoint,
     Correctness,
     EngineSpec,
     Frozen,
@@ -116,6 +117,11 @@ class Study(Frozen):
         folder = folder or params_dir()
         name = resolve_profile(profile)
         return parse(read_params(name, folder), folder / f"{name}.yaml")
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The compressed checkpoints that builds are loaded from."""
+        return [build.checkpoint for build in self.builds.values() if build.checkpoint]
 
     def experiment(self, name: str) -> Experiment:
         """The experiment called `name`; `StudyError` names those there are."""

@@ -154,7 +154,7 @@ def _time(text: str) -> datetime:
 
 def present(study: Study) -> dict[str, Any]:
     """The context of this moment, as `survey` takes it."""
-    return {**context.current_context(study.model), "boot": context.boot_digest()}
+    return {**context.current_context(study.model, study.checkpoints), "boot": context.boot_digest()}
 
 
 def block_order(seed: int, experiment: str, index: int, treatments: Sequence[str]) -> list[str]:

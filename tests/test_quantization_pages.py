@@ -1,0 +1,160 @@
+"""The page on quantisation: a share, a crossing or a front that is computed wrongly is a wrong recommendation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_figures import ceilings_result, made
+
+from flashgap import figures_quantization as pictures
+from flashgap import findings_quantization as words
+from flashgap import limits
+from flashgap import tables_quantization as quantized
+from flashgap.results import Result
+from flashgap.study import Study
+
+EXTRA = {"rtn": 0.32, "awq": 0.16, "rtn8": 0.0}
+STEP_MS = {
+    "standard": 30.0,
+    "flash": 100.0,
+    "flash_packed": 20.0,
+    "standard_best": 12.0,
+    "flash_optimised": 5.0,
+}
+
+
+def quality_result(windows: int = 32) -> Result:
+    difficulty = np.random.default_rng(3).normal(3, 0.8, windows)  # the same windows for every build
+
+    def sample(rng, name):
+        rows = []
+        for window in range(windows):
+            values = {
+                "standard_loss_nats": difficulty[window],
+                "loss_nats": difficulty[window] + EXTRA[name] + rng.normal(0, 0.02),
+                "kl_nats": EXTRA[name],
+                "top1_agreement": 1 - EXTRA[name],
+            }
+            rows += [{"metric": m, "value": v, "iteration": window} for m, v in values.items()]
+        return rows
+
+    result = made("quality", list(EXTRA), 1, sample)
+    for block in result.blocks:  # `made` gives each block its own luck, which a deterministic loss has not
+        table = block.observations
+        block.observations["value"] /= table.loc[table["metric"] == "kl_nats", "value"].iloc[0] / EXTRA["rtn"]
+    return result
+
+
+def speed_result(
+    experiment: str, names: list[str], blocks: int = 6, metric: str = "itl_s", by: str = "batch"
+):
+    def sample(rng, name):
+        return [
+            {"metric": m, "value": rng.normal(1, 0.01) * ms(name, level) / 1e3, "iteration": i, **at}
+            for level in (1, 8, 32)
+            for at in (
+                [{"batch": level, "context_tokens": 128}]
+                if by == "batch"
+                else [{"batch": 1, "context_tokens": level}]
+            )
+            for m in {metric, "ttft_s"}
+            for i in range(5)
+        ]
+
+    def ms(name, level):
+        gains = {1: 1.0, 8: 1.6, 32: 2.6} if name.startswith("flash") else {1: 1.0, 8: 1.1, 32: 1.2}
+        return STEP_MS[name] * gains[level]
+
+    return made(experiment, names, blocks, sample, memory=True)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {
+        "quality": quality_result(),
+        "eager": speed_result("eager", ["standard", "flash", "flash_packed"]),
+        "best": speed_result("best", ["standard_best", "flash_optimised"]),
+        "prefill": speed_result(
+            "prefill", ["standard_best", "flash_optimised"], metric="ttft_s", by="context_tokens"
+        ),
+        "best_memory": speed_result(
+            "best_memory", ["standard", "flash_packed", "standard_best", "flash_optimised"]
+        ),
+    }
+
+
+def test_quality_is_the_mean_over_windows_of_the_difference(results):
+    table = quantized.quality(results["quality"]).set_index("treatment")
+    assert list(table.index) == ["rtn8", "awq", "rtn"]
+    for name, extra in EXTRA.items():
+        assert table.loc[name, "value"] == pytest.approx(np.exp(extra), rel=0.02)
+        assert table.loc[name, "low"] < np.exp(extra) * 1.01
+        assert table.loc[name, "high"] > np.exp(extra) * 0.99
+    # windows differ by 0.8 nats among themselves; the paired difference must not
+    assert table.loc["rtn", "high"] / table.loc["rtn", "low"] < 1.05
+
+
+def test_what_a_search_bought_is_a_share_of_the_floors_loss(results):
+    table = quantized.removed(results["quality"]).set_index("treatment")
+    assert table.loc["awq", "value"] == pytest.approx(0.5, abs=0.06)
+    assert table.loc["awq", "low"] < 0.5 < table.loc["awq", "high"]
+    assert table.loc["awq", "lower"]
+    assert "rtn" not in table.index
+
+
+def test_speedup_is_standards_time_over_flashs_and_crosses_where_it_does(results):
+    table = quantized.speedups(results["best"], "standard_best", "flash_optimised")
+    assert table["value"].tolist() == pytest.approx([2.4, 2.4 * 1.1 / 1.6, 2.4 * 1.2 / 2.6], rel=0.03)
+    assert quantized.crossing(table) is None
+    packed = quantized.speedups(results["eager"], "standard", "flash_packed")
+    assert packed["value"].iloc[-1] == pytest.approx(1.5 * 1.2 / 2.6, rel=0.03)
+    assert quantized.crossing(packed) == 32
+    assert quantized.crossing(quantized.speedups(results["eager"], "standard", "flash")) == 1
+
+
+def test_the_front_holds_what_no_other_beats_in_both():
+    table = quantized.quality(quality_result())
+    points = quantized.pareto(table, {"rtn": 120.0, "awq": 110.0, "rtn8": 200.0}).set_index("treatment")
+    assert points["front"].to_dict() == {"awq": True, "rtn8": True, "rtn": False}
+
+
+def test_findings_say_the_numbers_of_the_records(results):
+    used = limits.utilization(Study.load("cpu"), results["best"], ceilings_result(), limits.EMBEDDED)
+    lines = words.quantization(results, used)
+    assert any("2.4" in line and "times as fast" in line and "batch 1" in line for line in lines)
+    assert any("never slower" in line for line in lines)
+    assert any("AWQ removes" in line and "excludes zero" in line for line in lines)
+    assert any("of the measured bandwidth" in line for line in lines)
+
+
+def test_nothing_is_found_where_nothing_was_measured():
+    empty = {n: Result(n, [], treatments=[]) for n in ("quality", "eager", "best", "prefill", "best_memory")}
+    used = limits.utilization(Study.load("cpu"), empty["best"], Result("ceilings", [], treatments=[]), None)
+    assert words.quantization(empty, used) == ["No experiment of this page has a complete block yet."]
+    assert quantized.removed(empty["quality"]).empty
+    for figure in (
+        pictures.crossover(empty["eager"], empty["best"], empty["prefill"]),
+        pictures.quality(quantized.quality(empty["quality"]), empty["quality"], True),
+        pictures.front(quantized.pareto(quantized.quality(empty["quality"]), {}), None, empty["quality"]),
+        pictures.limits(used, empty["best"]),
+        pictures.memory(quantized.memory(empty["best_memory"]), empty["best_memory"]),
+    ):
+        assert figure.texts
+
+
+def test_pictures_are_drawn(results, tmp_path):
+    table = quantized.quality(results["quality"])
+    used = limits.utilization(Study.load("cpu"), results["best"], ceilings_result(), limits.EMBEDDED)
+    figures = {
+        "crossover": pictures.crossover(results["eager"], results["best"], results["prefill"]),
+        "quality": pictures.quality(table, results["quality"], requantized=True),
+        "front": pictures.front(
+            quantized.pareto(table, {"rtn": 120.0, "awq": 110.0, "rtn8": 200.0}), 257.0, results["quality"]
+        ),
+        "limits": pictures.limits(used, results["best"]),
+        "memory": pictures.memory(quantized.memory(results["best_memory"]), results["best_memory"]),
+    }
+    for name, figure in figures.items():
+        figure.savefig(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+    assert "Re-quantisation" in " ".join(t.get_text() for t in figures["quality"].texts)
