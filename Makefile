@@ -42,8 +42,8 @@ remeasure: env ## the same, but measure everything again
 render: env ## HTML of what was run; REPLAY=1: run the notebooks on the committed records, measuring nothing
 	@$(FLASHGAP) render --profile $(PROFILE) $(if $(filter 1,$(REPLAY)),--replay)
 
-publish: env ## make the finished local records the committed reference (results/reference/PROFILE) and replay them
-	@$(FLASHGAP) publish --profile $(PROFILE)
+publish: env ## make the finished local records (ONLY="best prefill": of these experiments) the committed reference
+	@$(FLASHGAP) publish --profile $(PROFILE) $(if $(ONLY),--only $(ONLY))
 
 # FLASHGAP_TEST_RESULTS keeps the records of the notebooks' test run; else they go with it.
 test: env ## unit and property tests, then every notebook with the smoke profile

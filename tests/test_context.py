@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flashgap import context
-from flashgap.treatment import ModelSpec
+from flashgap.treatment import Checkpoint, ModelSpec
 
 SOURCE = '''
 """Module text."""
@@ -124,3 +124,15 @@ def test_a_model_folder_is_known_by_content_from_every_working_directory(tmp_pat
     assert context.model_files_digest(model) == first
     weights.write_bytes(b"two")
     assert context.model_files_digest(model) != first
+
+
+def test_changed_files_of_a_compressed_checkpoint_are_noticed(tmp_path):
+    """If this fails, records of the old 4-bit files pass for those of the new ones."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    theirs = Checkpoint(id=str(tmp_path))
+    embedded = ModelSpec(source="embedded")
+    assert context.files_digest(embedded, []) is None
+    before = context.files_digest(embedded, [theirs])
+    (tmp_path / "model.safetensors").write_bytes(b"2")
+    assert context.files_digest(embedded, [theirs]) != before

@@ -136,3 +136,45 @@ def test_a_new_setting_that_is_off_keeps_old_records_found():
     now, later = Treatment(replica=1), Later(replica=1)
     assert content_key(later) == content_key(now)
     assert content_key(Later(replica=1, telemetry_interval_s=1.0)) != content_key(now)
+
+
+def test_a_checkpoint_takes_the_place_of_the_quantization_it_inherits(tmp_path):
+    """If this fails, the README's way to measure one's own 4-bit files does not parse."""
+    flash = {"quantization": None, "checkpoint": {"id": "models/mine-awq", "execution": "packed"}}
+    write(tmp_path, "mine", builds={"flash": flash})
+    mine = Study.load("mine", tmp_path)
+    assert mine.treatment("flash").build.checkpoint.id == "models/mine-awq"
+    assert [checkpoint.id for checkpoint in mine.checkpoints] == ["models/mine-awq"]
+    write(tmp_path, "mine", builds={"flash": {"checkpoint": {"id": "models/mine-awq"}}})
+    with pytest.raises(StudyError, match="exclude each other"):
+        Study.load("mine", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"per_channel": True}, "wants group_size: null"),
+        ({"quantizer": "autoawq", "scheme": "symmetric"}, "autoawq packs 4 bits with a zero point"),
+        ({"quantizer": "hqq", "scheme": "symmetric"}, "hqq optimises zero points"),
+        ({"quantizer": "rtn", "calibration": {}}, "rtn looks at no data"),
+        ({"bits": 8, "execution": "packed"}, "8 bits want execution: dequantize"),
+        ({"bits": 3}, "bits"),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused_with_the_reason(tmp_path, changes, says):
+    write(tmp_path, "mine", builds={"flash": {"quantization": changes}})
+    with pytest.raises(StudyError, match=says):
+        Study.load("mine", tmp_path)
+
+
+def test_a_search_without_a_text_gets_the_default_one(tmp_path):
+    write(tmp_path, "mine", builds={"flash": {"quantization": {"quantizer": "llmcompressor"}}})
+    quantization = Study.load("mine", tmp_path).builds["flash"].quantization
+    assert quantization.searches
+    assert quantization.calibration.text == "python_docs"
+    write(
+        tmp_path, "mine", builds={"flash": {"quantization": {"quantizer": "llmcompressor", "disable_search": True}}}
+    )
+    quantization = Study.load("mine", tmp_path).builds["flash"].quantization
+    assert not quantization.searches
+    assert quantization.calibration is None

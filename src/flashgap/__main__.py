@@ -62,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--param", action="append", default=[], metavar="NAME=VALUE", help="notebook parameter"
         )
-    add("publish", publish, "make the local records the committed reference, and replay them")
+    command = add("publish", publish, "make the local records the committed reference, and replay them")
+    command.add_argument("--only", nargs="*", default=[], metavar="EXPERIMENT", help="only these experiments")
     add("fetch", fetch, "fetch and check the model of a profile")
     add("lint-notebooks", lint_notebooks, "check that notebooks follow the template")
     return top
@@ -140,7 +141,9 @@ def publish(options: argparse.Namespace) -> None:
     from flashgap import reproduce as making
 
     study = load(options)
-    publishing.publish(study)
+    for name in options.only:
+        study.experiment(name)  # names those there are, if it is not one
+    publishing.publish(study, options.only)
     making.reproduce(study, replay=True)
 
 

@@ -6,6 +6,8 @@ them have been looked at; nothing is half published.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flashgap.records import Block, Store
 from flashgap.study import Study
 from flashgap.survey import Wanted, present, stop_reason, survey
@@ -15,14 +17,14 @@ class PublishError(RuntimeError):
     """Local records that cannot become the reference, in one line."""
 
 
-def publish(study: Study) -> None:
-    """Copy the usable local blocks of every experiment to `results/reference/<profile>/`.
+def publish(study: Study, only: Sequence[str] = ()) -> None:
+    """Copy the usable local blocks of every experiment, or of those named in `only`, to `results/reference/<profile>/`.
 
     An opt-in experiment without local blocks keeps its reference. Raises `PublishError` or `RecordError`.
     """
     now, reference = present(study), Store.reference(study.profile)
     contents = reference.contents()
-    chosen = {name: finished_blocks(study, name, now) for name in study.experiments}
+    chosen = {name: finished_blocks(study, name, now) for name in only or study.experiments}
     for name, blocks in chosen.items():
         if not blocks:
             print(f"{name}: opt-in and not measured here; its reference stays as it is")

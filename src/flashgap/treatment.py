@@ -55,7 +55,7 @@ class Calibration(Frozen):
     """
 
     text: str = "python_docs"
-    samples: PositiveInt = 32
+    samples: PositiveInt = 16
     length_tokens: PositiveInt = 512
     seed: int = 20261201
 
