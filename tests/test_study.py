@@ -173,7 +173,9 @@ def test_a_search_without_a_text_gets_the_default_one(tmp_path):
     assert quantization.searches
     assert quantization.calibration.text == "python_docs"
     write(
-        tmp_path, "mine", builds={"flash": {"quantization": {"quantizer": "llmcompressor", "disable_search": True}}}
+        tmp_path,
+        "mine",
+        builds={"flash": {"quantization": {"quantizer": "llmcompressor", "disable_search": True}}},
     )
     quantization = Study.load("mine", tmp_path).builds["flash"].quantization
     assert not quantization.searches

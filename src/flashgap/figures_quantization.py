@@ -174,10 +174,11 @@ def memory(table: pd.DataFrame, result: Result) -> Figure:
     """Weights, steady and peak memory of each build."""
     if table.empty:
         return nothing("Memory, like for like", "No record of the experiment `best_memory`.")
-    columns = [c for c in ("weights", "steady", "peak to first token") if c in table]
+    columns = [c for c in ("weights of the build", "above start", "peak to first token") if c in table]
     figure, axes = canvas(
         "Memory, like for like",
-        "MiB, medians of fresh processes. Weights: what the build holds; the others: the whole process, libraries included.",
+        "MiB, medians of fresh processes. Above start: what the process grew by since the trial began, every copy "
+        "and layout of the weights included. Peak: the whole process.",
         records_line(result),
         (1,) * len(columns),
         height_in=0.3 * len(table) + 0.3,

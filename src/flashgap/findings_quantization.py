@@ -68,13 +68,23 @@ def _eager(eager: Result) -> list[str]:
 
 
 def _memory(memory: Result) -> list[str]:
-    sizes = tq.sizes_mib(memory)
+    table = tq.memory(memory)
+    held = table.set_index("treatment") if len(table) else table
     lines = []
-    for flash, standard in (("flash_packed", "standard"), ("flash_optimised", "standard")):
-        if {flash, standard} <= sizes.keys():
-            less = 1 - sizes[flash] / sizes[standard]
+    if {"flash_packed", "standard"} <= set(held.index):
+        small, large = (held.loc[name, "weights of the build"] for name in ("flash_packed", "standard"))
+        lines.append(
+            f"The saved 4-bit build holds {small:.0f} MiB of weights, Standard {large:.0f}: **{1 - small / large:.0%} less**."
+        )
+    for flash, standard in (
+        ("flash_packed", "standard"),
+        ("flash_optimised", "standard_best"),
+        ("flash_optimised", "standard"),
+    ):
+        if {flash, standard} <= set(held.index) and "above start" in held:
+            small, large = held.loc[flash, "above start"], held.loc[standard, "above start"]
             lines.append(
-                f"{name_of(flash)} holds {sizes[flash]:.0f} MiB of weights, Standard {sizes[standard]:.0f}: {less:.0%} less."
+                f"{name_of(flash)} adds {small:.0f} MiB to its process, {name_of(standard)} {large:.0f}: {1 - small / large:.0%} less."
             )
     for flash, standard in (("flash_packed", "standard"), ("flash_optimised", "standard_best")):
         ratio = tq.memory_ratio(memory, flash, standard, "initialisation_peak", "peak_rss_bytes")

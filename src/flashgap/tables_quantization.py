@@ -106,16 +106,21 @@ def crossing(table: pd.DataFrame, by: str = "batch") -> int | None:
 
 
 def memory(result: Result) -> pd.DataFrame:
-    """By build in MiB: weights held, and the process's own and shared memory, peak and steady, medians of blocks."""
+    """By build in MiB, medians of blocks: weights of the saved build, and the process: `above start` is what it grew by
+    since the trial began, model code included, so every layout and copy of the weights that a build keeps counts."""
     rows: dict[str, dict[str, list[float]]] = {}
     for block in result.blocks:
         for name, trial in block.trials.items():
             if trial.status != "ok":
                 continue
             steady, peak = trial.memory.get("steady", {}), trial.memory.get("peak", {})
-            first = trial.memory.get("initialisation_peak", {})
+            first, start = (
+                trial.memory.get("initialisation_peak", {}),
+                trial.memory.get("start", {}).get("rss_bytes"),
+            )
             found = {
-                "weights": trial.build.get("resident_bytes"),
+                "weights of the build": trial.build.get("resident_bytes"),
+                "above start": steady.get("rss_bytes", 0) - start if start else None,
                 "steady": steady.get("rss_bytes"),
                 "peak to first token": first.get("peak_rss_bytes"),
                 "peak": peak.get("peak_rss_bytes"),

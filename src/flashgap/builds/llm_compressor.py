@@ -23,7 +23,6 @@ GRID = 20  # scales tried per layer group
 BATCH = 8  # samples of a forward pass
 DUO_SCALING = True
 OBSERVER = "memoryless_minmax"
-OBSERVER_KWARGS: dict[str, Any] = {}
 
 
 def quantize(
@@ -61,8 +60,7 @@ def _groups(config: Any, layers: Layers) -> dict[str, Any]:
             symmetric=config.scheme == "symmetric",
             strategy="channel" if config.per_channel else "group",
             group_size=None if config.per_channel else config.group_size,
-            observer="memoryless_minmax" if config.disable_search else OBSERVER,
-            observer_kwargs={} if config.disable_search else OBSERVER_KWARGS,
+            observer=OBSERVER,
         )
         names = [name for name in layers if layer_bits(config, name) == bits]
         groups[f"bits_{bits}"] = QuantizationScheme(targets=names, weights=arguments)
@@ -119,14 +117,6 @@ def _awq(layers: Layers, chunks: Tensor, tell: Progress) -> Any:
             super()._apply_smoothing(model)
             tell(f"llmcompressor: {len(self._error_metrics)} of {len(self._resolved_mappings)} searches done")
 
-        def _compute_best_scale(self, mapping: Any, *args: Any) -> Tensor:
-            scales: Tensor = super()._compute_best_scale(mapping, *args)
-            for layer in mapping.balance_layers:  # the inputs' importance was taken before they are scaled
-                observer = getattr(layer, "weight_observer", None)
-                if getattr(observer, "_imatrix_sum", None) is not None:
-                    observer._imatrix_sum.div_(scales.square())
-            return scales
-
         def _compute_loss(self, fp16_outputs: list[Tensor], int_w_outputs: list[Tensor]) -> float:
             pairs = list(zip(fp16_outputs, int_w_outputs, strict=True))
             total = sum(float((a.float() - b.float()).square().sum(dtype=torch.float64)) for a, b in pairs)
@@ -153,6 +143,8 @@ def _remove_offloading(model: nn.Module) -> None:
     from compressed_tensors.offload import remove_dispatch
 
     remove_dispatch(model)
+    for module in model.modules():
+        vars(module).pop("forward", None)  # the class's own again
 
 
 def _plain(layer: nn.Linear) -> nn.Linear:
@@ -189,8 +181,8 @@ def without_pinning() -> Iterator[None]:
         yield
         return
     original = IntermediatesCache.pin_memory
-    IntermediatesCache.pin_memory = lambda self, *args, **kwargs: None
+    IntermediatesCache.pin_memory = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        IntermediatesCache.pin_memory = original
+        IntermediatesCache.pin_memory = original  # type: ignore[method-assign]
