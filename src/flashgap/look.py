@@ -66,12 +66,10 @@ NAMES = {
     "flash_packed": "Flash, packed kernel",
     "flash_optimised": "Flash, optimised",
     "rtn": "round to nearest",
-    "rtn_symmetric": "round to nearest, symmetric",
     "rtn_head16": "round to nearest, head at 16 bits",
     "awq_head16": "AWQ, head at 16 bits",
     "rtn8_head16": "8 bits, head at 16 bits",
     "awq": "AWQ",
-    "awq_unsearched": "AWQ, search off",
     "published": "published remedy",
     "hqq": "HQQ",
 }
