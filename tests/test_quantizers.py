@@ -114,34 +114,28 @@ def test_every_layer_has_codes_that_stand_for_its_weight(quantizer, changes, sea
 
 
 @pytest.mark.parametrize("quantizer", ["autoawq", "llmcompressor"])
-def test_the_model_keeps_its_function_when_scales_are_folded(quantizer):
+def test_the_model_keeps_its_function_when_scales_are_folded(quantizer, monkeypatch):
     """Before rounding, AWQ's scales cancel: the changed norms and the changed weights give the same logits."""
+    from flashgap.builds import autoawq
+
+    monkeypatch.setattr(autoawq, "CLIP_SHRINK", 0.05)  # one level: nothing is clipped
     model = tiny()
     before = model.model.layers[0].input_layernorm.weight.detach().clone()
     reference = model(IDS).logits.detach()
-    quantize_model(model, TOKENIZER, config(quantizer, calibration=CALIBRATION))
+    quantize_model(model, TOKENIZER, config(quantizer))
     assert not torch.equal(before, model.model.layers[0].input_layernorm.weight)
-    if quantizer == "llmcompressor":  # AutoAWQ clips weights as well
-        torch.testing.assert_close(model(IDS).logits, reference, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model(IDS).logits, reference, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "quantizer",
-    [
-        "llmcompressor",
-        pytest.param(
-            "autoawq", marks=pytest.mark.xfail(strict=True, reason="its result is worse than rounding: see LOG.md")
-        ),
-    ],
-)
-def test_searches_beat_plain_rounding_where_channels_differ(quantizer):
+def test_searches_beat_plain_rounding_where_channels_differ():
     reference = tiny()(IDS).logits.detach()
     errors = {}
-    for name in ("rtn", quantizer):
+    for quantizer in ("rtn", "autoawq", "llmcompressor"):
         model = tiny()
-        weights = quantize_model(model, TOKENIZER, config(name))
-        errors[name] = output_error(model, weights, reference)
-    assert errors[quantizer] < 0.9 * errors["rtn"]
+        weights = quantize_model(model, TOKENIZER, config(quantizer))
+        errors[quantizer] = output_error(model, weights, reference)
+    assert errors["llmcompressor"] < 0.9 * errors["rtn"]
+    assert errors["autoawq"] < 0.9 * errors["rtn"]
 
 
 @pytest.mark.parametrize("quantizer", ["autoawq", "llmcompressor"])

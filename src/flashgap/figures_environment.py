@@ -213,7 +213,7 @@ def trust(reference: pd.DataFrame, overheads_s: np.ndarray, *results: Result) ->
     figure, (ax, right) = canvas(
         "Do the clock and the process cost us anything?",
         f"Left: ours / torch.utils.benchmark on the same call, paired ratio with 95 % interval; pale: within "
-        f"{100 * tables.REFERENCE_MARGIN:.0f} %. Right: wall time of a trial beyond load, check and measurement, one dot a "
+        f"a factor of {1 + tables.REFERENCE_MARGIN:.2f}. Right: wall time of a trial beyond load, check and measurement, one dot a "
         f"trial (n = {len(overheads_s)}).",
         records_line(*results),
         (1, 1),

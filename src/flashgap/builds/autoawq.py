@@ -1,7 +1,9 @@
 """AutoAWQ 0.2.9 on a CPU: its own search over scales and clips, its result read before it is packed.
 
-The one idea: the library lets a caller pass its own quantizer class, and that is where three things are
-mended without touching its files. *Slow on CPU*: its clip search multiplies activations and weights
+The one idea: the library lets a caller pass its own quantizer class, and that is where four things are
+mended without touching its files. *Wrong on CPU*: its scale search keeps the weights to restore with
+`.cpu()`, which copies from a GPU but on a CPU is the weight itself, so every trial scales what the last one
+left and the model is destroyed in silence. *Slow on CPU*: its clip search multiplies activations and weights
 element by element for 512 tokens at ten clip levels (about 5e11 half-precision products for a 135M model);
 the same error is a quadratic form of each group's activation moments, a small matrix product. *Packing*
 loops over single columns in Python; the codes are taken from the same arithmetic at once. *Skipped layers*
@@ -10,6 +12,8 @@ are matched by the suffix of the full name, and are neither clipped nor rounded.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -107,6 +111,12 @@ def _quantizer_class(layers: Layers, expected: tuple[int, int], tell: Progress) 
                     )
             return features
 
+        def _compute_best_scale(self, *args: Any, **kwargs: Any) -> Tensor:
+            inspected = kwargs["module2inspect"] if "module2inspect" in kwargs else args[3]
+            with restorable(inspected):
+                scales: Tensor = super()._compute_best_scale(*args, **kwargs)
+            return scales
+
         def _search_best_clip(self, layer: Any, named_linears: dict[str, nn.Linear], input_feat: Any) -> Any:
             wanted = {name: linear for name, linear in named_linears.items() if linear in names}
             return super()._search_best_clip(layer, wanted, input_feat)
@@ -125,6 +135,17 @@ def _quantizer_class(layers: Layers, expected: tuple[int, int], tell: Progress) 
             tell(f"autoawq: {self.blocks} of {len(self.modules)} blocks")
 
     return Quantizer
+
+
+@contextlib.contextmanager
+def restorable(module: nn.Module) -> Iterator[None]:
+    """`module.state_dict()` is a copy meanwhile, as the library expects of it."""
+    views = module.state_dict
+    module.state_dict = lambda: {name: tensor.clone() for name, tensor in views().items()}  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.state_dict
 
 
 def best_clip(weight: Tensor, inputs: Tensor, group: int, pseudo_quantize: Any) -> Tensor:
