@@ -103,10 +103,11 @@ def _quality(quality: Result) -> list[str]:
         f"({interval(row.value, row.low, row.high)}), KL {row.kl_nats:.3f} nats, same best token {row.top1:.0%}."
         for row in table.itertuples()
     ]
-    for row in removed[removed["treatment"] == "awq"].itertuples():
+    for row in removed[removed["treatment"].isin(["awq", "awq_head16"])].itertuples():
         shown = "the difference excludes zero" if row.lower else "the difference does not exclude zero"
+        head = "16 bits" if row.treatment.endswith("_head16") else "4 bits, which no search touches"
         lines.append(
-            f"What the search bought: AWQ removes **{row.value:.0%}** of round-to-nearest's extra loss "
+            f"What the search bought, output head at {head}: AWQ removes **{row.value:.0%}** of round-to-nearest's extra loss "
             f"({interval(row.value, row.low, row.high)}); {shown}."
         )
     return lines

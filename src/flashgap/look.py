@@ -68,7 +68,6 @@ NAMES = {
     "rtn": "round to nearest",
     "rtn_head16": "round to nearest, head at 16 bits",
     "awq_head16": "AWQ, head at 16 bits",
-    "rtn8_head16": "8 bits, head at 16 bits",
     "awq": "AWQ",
     "published": "published remedy",
     "hqq": "HQQ",

@@ -61,27 +61,23 @@ def quality(result: Result) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).sort_values("value", ignore_index=True)
 
 
-def removed(result: Result, floor: str = "rtn") -> pd.DataFrame:
-    """Share of `floor`'s extra loss that each other build does not have, paired by window.
+def removed(result: Result) -> pd.DataFrame:
+    """Share of round-to-nearest's extra loss that each other build does not have, paired by window.
 
-    Columns: treatment, value, low, high (shares, 1 is all), `lower`: whether the difference of losses excludes 0.
+    Like for like: builds with the output head at 16 bits are compared with rounding that leaves it so. Columns:
+    treatment, floor, value, low, high (shares, 1 is all), `lower`: whether the difference of losses excludes 0.
     """
     wide = losses(result).pivot_table(index="window", columns="treatment", values="extra_nats")
     rows = []
-    for treatment in [name for name in wide if name != floor and floor in wide]:
-        base, saved = wide[floor].mean(), (wide[floor] - wide[treatment]).to_numpy()
-        low, mean, high = _mean(saved)
-        if base > 0:
-            rows.append(
-                {
-                    "treatment": treatment,
-                    "value": mean / base,
-                    "low": low / base,
-                    "high": high / base,
-                    "lower": bool(low > 0),
-                }
-            )
-    return pd.DataFrame(rows, columns=["treatment", "value", "low", "high", "lower"])
+    for treatment in wide:
+        floor = "rtn_head16" if treatment.endswith("_head16") else "rtn"
+        if treatment == floor or floor not in wide or wide[floor].mean() <= 0:
+            continue
+        base = wide[floor].mean()
+        low, mean, high = _mean((wide[floor] - wide[treatment]).to_numpy())
+        shares = {"value": mean / base, "low": low / base, "high": high / base}
+        rows.append({"treatment": treatment, "floor": floor, **shares, "lower": bool(low > 0)})
+    return pd.DataFrame(rows, columns=["treatment", "floor", "value", "low", "high", "lower"])
 
 
 def _mean(values: np.ndarray) -> tuple[float, float, float]:
