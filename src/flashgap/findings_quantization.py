@@ -42,8 +42,12 @@ def _decode(best: Result) -> list[str]:
         f"From batch {int(first['batch'])} to {int(last['batch'])} it is **{never}** than {NEVER_SLOWER} of Standard's speed: its "
         f"lowest interval is {_said(worst)}, at batch {int(worst['batch'])}.",
     ]
-    where = "at no batch measured" if behind is None else f"from batch {behind}"
-    return [*lines, f"Standard is no longer shown slower {where}."]
+    where = (
+        "At no batch measured does Standard draw level."
+        if behind is None
+        else f"From batch {behind} on Flash is no longer shown faster."
+    )
+    return [*lines, where]
 
 
 def _prefill(prefill: Result) -> list[str]:
@@ -99,7 +103,7 @@ def _memory(memory: Result) -> list[str]:
 def _quality(quality: Result) -> list[str]:
     table, removed = tq.quality(quality), tq.removed(quality)
     lines = [
-        f"{name_of(row.treatment).capitalize()}: perplexity {row.value:.3f} times Standard's "
+        f"{_first_upper(name_of(row.treatment))}: perplexity {row.value:.3f} times Standard's "
         f"({interval(row.value, row.low, row.high)}), KL {row.kl_nats:.3f} nats, same best token {row.top1:.0%}."
         for row in table.itertuples()
     ]
@@ -120,3 +124,7 @@ def _use(used: pd.DataFrame) -> list[str]:
         f"({interval(row.value, row.low, row.high)})."
         for row in rows.itertuples()
     ]
+
+
+def _first_upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
