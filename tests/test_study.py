@@ -180,3 +180,16 @@ def test_a_search_without_a_text_gets_the_default_one(tmp_path):
     quantization = Study.load("mine", tmp_path).builds["flash"].quantization
     assert not quantization.searches
     assert quantization.calibration is None
+
+
+def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path):
+    """If this fails, the second value wins and nobody is told."""
+    (tmp_path / "mine.yaml").write_text("base: smoke\nseed: 1\nseed: 2\n")
+    with pytest.raises(StudyError, match=r"mine\.yaml: line 3 .*'seed' is there twice"):
+        Study.load("mine", tmp_path)
+
+
+def test_parameters_are_utf_8_whatever_the_locale(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes("description: modèle\n".encode("latin-1"))
+    with pytest.raises(StudyError, match="is not UTF-8; save it"):
+        Study.load("mine", tmp_path)

@@ -197,6 +197,20 @@ def detect_profile() -> str:
     return "a100x8" if len(gpus) >= 8 and all("A100" in gpu for gpu in gpus) else "h200"
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """YAML whose mappings say each key once: the plain loader keeps the last one, without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"'{key.value}' is there twice; keep one", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_params(profile: str, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """The merged mapping of `folder/profile.yaml` and the profiles its `base` key names."""
     path = folder / f"{profile}.yaml"
@@ -208,7 +222,10 @@ def read_params(profile: str, folder: Path, seen: tuple[str, ...] = ()) -> dict[
         known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem != "claims")
         raise StudyError(f"unknown profile '{profile}': {path} does not exist; choose one of {known}")
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8"
+        raise StudyError(f"{path}: cannot be read: {reason}; save it as UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
