@@ -51,7 +51,8 @@ test: env ## unit and property tests, then every notebook with the smoke profile
 	@results="$${FLASHGAP_TEST_RESULTS:-$$(mktemp -d)}"; \
 	[ -n "$$FLASHGAP_TEST_RESULTS" ] || trap 'rm -rf "$$results"' EXIT; \
 	FLASHGAP_PROFILE=smoke FLASHGAP_RESULTS="$$results" REMEASURE= LONG= \
-	$(PY) -m pytest --nbval-lax --nbval-cell-timeout=300 --nbval-kernel-name=python3 -p no:xdist notebooks/
+	$(PY) -m pytest --nbval-lax --nbval-cell-timeout=300 --nbval-kernel-name=python3 -p no:xdist notebooks/ && \
+	FLASHGAP_RESULTS="$$results" $(FLASHGAP) failures --profile smoke
 
 lint: env ## format, lint and types of sources, template of notebooks
 	@$(PY) -m ruff format --check .

@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
         )
     command = add("publish", publish, "make the local records the committed reference, and replay them")
     command.add_argument("--only", nargs="*", default=[], metavar="EXPERIMENT", help="only these experiments")
+    add("failures", failures, "name the trials whose latest local record is not ok; fails if there are any")
     add("fetch", fetch, "fetch and check the model of a profile")
     add("lint-notebooks", lint_notebooks, "check that notebooks follow the template")
     return top
@@ -145,6 +146,23 @@ def publish(options: argparse.Namespace) -> None:
         study.experiment(name)  # names those there are, if it is not one
     publishing.publish(study, options.only)
     making.reproduce(study, replay=True)
+
+
+def failures(options: argparse.Namespace) -> None:
+    from flashgap.records import Store
+    from flashgap.study import StudyError
+
+    study = load(options)
+    store = Store.local(study.profile)
+    found = [
+        f"{name}: {trial.treatment}: {trial.status}: {trial.error}"
+        for name in study.experiments
+        for block in store.load_blocks(name)[0][-1:]
+        for trial in block.trials.values()
+        if trial.status != "ok"
+    ]
+    if found:
+        raise StudyError("; ".join(found))
 
 
 def fetch(options: argparse.Namespace) -> None:

@@ -111,7 +111,8 @@ def _make(model: ModelSpec, build: BuildSpec, device: str) -> nn.Module:
         model.source == "random" or spec.quantizer == "hqq"
     ):  # its free zero points fit no common format
         dense = models.load(model, device)
-        return replace(dense, quantizers.quantize_model(dense, None, spec, note), spec.execution, dtype)
+        tokenizer = models.tokenizer(model) if spec.searches else None
+        return replace(dense, quantizers.quantize_model(dense, tokenizer, spec, note), spec.execution, dtype)
     origin = build.checkpoint
     folder = models.checkpoint_folder(origin) if origin else quantized_folder(model, build, device)
     read = formats.read_checkpoint(folder)
