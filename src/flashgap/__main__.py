@@ -1,4 +1,4 @@
-"""The command line behind `make`: `python -m flashgap plan|reproduce|render|publish|key|lint-notebooks|fetch`.
+"""The command line behind `make`: `python -m flashgap plan|reproduce|render|publish|key|failures|lint-notebooks|fetch`.
 
 The one idea: whatever goes wrong, a person gets one line that names the cure and a shell gets an exit code:
 0 done, 1 a notebook failed, 2 bad input, 130 interrupted. `FLASHGAP_TRACEBACK=1` shows where it came from.
