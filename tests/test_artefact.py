@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from tiny import LLAMA
 
 from flashgap import artefact, graphs, models, worker, workload
 from flashgap.artefact import count_calls
@@ -27,14 +28,9 @@ from flashgap.treatment import (
 )
 
 CONFIG = {
-    "model_type": "llama",
+    **LLAMA,
     "vocab_size": 320,
-    "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
     "initializer_range": 0.3,

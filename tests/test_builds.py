@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import LLAMA
 from torch import nn
 
 from flashgap import kernels, models
@@ -19,14 +20,9 @@ from flashgap.engine import Engine
 from flashgap.treatment import BuildSpec, ModelSpec, QuantizationConfig
 
 CONFIG = {
-    "model_type": "llama",
+    **LLAMA,
     "vocab_size": 128,
-    "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tiny import LLAMA
 
 from flashgap import models
 from flashgap.builds import formats, load, quantizers
@@ -17,14 +18,9 @@ from flashgap.builds.weights import BuildError, GroupedWeight
 from flashgap.treatment import BuildSpec, Checkpoint, ModelSpec, QuantizationConfig
 
 CONFIG = {
-    "model_type": "llama",
+    **LLAMA,
     "vocab_size": 320,
-    "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
     "initializer_range": 0.1,

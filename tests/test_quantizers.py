@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import LLAMA
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,13 +24,9 @@ def tiny(**changes):
     """A Llama of two blocks with grouped-query attention and a tied head; some channels are loud, as in real ones."""
     torch.manual_seed(0)
     shape = {
+        **{name: value for name, value in LLAMA.items() if name != "model_type"},
         "vocab_size": VOCABULARY,
-        "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
     }

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from tiny import LLAMA
 
 from flashgap import gate, kernels, models, worker
 from flashgap.builds import load, quantization
@@ -28,14 +29,9 @@ from flashgap.treatment import (
 from flashgap.trial import Observations, Trial, is_out_of_memory, spin
 
 CONFIG = {
-    "model_type": "llama",
+    **LLAMA,
     "vocab_size": 300,
-    "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flashgap import context, graphs, hardware, models, stored_weights
-from flashgap.builds.load import Build
+from flashgap.builds.load import Build, resident_bytes
 from flashgap.builds.packed import PackedLinear
 from flashgap.graphs import Shape
 from flashgap.kernels import DENSE, PACKED
@@ -60,20 +60,15 @@ def folder(digest: str, spec: TrialSpec) -> Path:
     return models.cache_dir() / "artefacts" / key
 
 
-def available(at: Path) -> list[Shape]:
-    """Shapes that have been compiled into `at`, and can be read."""
-    found = []
+def available(at: Path) -> dict[Shape, dict[str, Any]]:
+    """The graphs compiled into `at`, by shape, with what is known of each: its `choices`, `kernels`, the content
+    keys of its `weights`, compile seconds and size."""
+    found = {}
     for path in sorted(at.glob("*.json")):
         if path.with_suffix(".pt2").is_file():
             facts = json.loads(path.read_text())
-            found.append(Shape(**facts["shape"]))
+            found[Shape(**facts["shape"])] = facts
     return found
-
-
-def facts(at: Path, shape: Shape) -> dict[str, Any]:
-    """What is known of a compiled graph: its `choices`, `kernels`, compile seconds and size."""
-    read: dict[str, Any] = json.loads((at / f"{shape.name}.json").read_text())
-    return read
 
 
 # ---------------------------------------------------------------------- making them
@@ -200,10 +195,10 @@ def kernel_rows(at: Path, model: Any, shapes: Iterable[Shape]) -> dict[str, dict
     Every quantized layer must be one packed call, and nothing else may be: a layer that fell back shows.
     """
     packed = sum(isinstance(module, PackedLinear) for module in model.modules())
-    bytes_held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    rows = {}
+    bytes_held = resident_bytes(model)
+    graphs_there, rows = available(at), {}
     for shape in shapes:
-        found = facts(at, shape)["kernels"]
+        found = graphs_there[shape]["kernels"]
         ran = sum(count for name, count in found.items() if "packed 4-bit" in name)
         rows[shape.name] = {
             "expected": f"{PACKED} x {packed}" if packed else DENSE,
@@ -211,6 +206,6 @@ def kernel_rows(at: Path, model: Any, shapes: Iterable[Shape]) -> dict[str, dict
             "layers": packed,
             "weight_bytes": bytes_held,
             "operators": {shape.phase: [f"{name} x {count}" for name, count in found.items()]},
-            "implementation": {shape.phase: sorted({c["chosen"] for c in facts(at, shape)["choices"]})},
+            "implementation": {shape.phase: sorted({c["chosen"] for c in graphs_there[shape]["choices"]})},
         }
     return rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,13 +37,6 @@ def load(spec: TrialSpec) -> tuple[Build, ArtefactEngine]:
     return Build(None, about["digest"], about["resident_bytes"], about["parameters"]), engine
 
 
-class _Sizes:
-    """What a trial asks of a model whose weights are in its compiled graphs: the configuration."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-
 class ArtefactEngine(Engine):
     """An `Engine` over compiled graphs. Prompts are prefilled one by one; rows keep positions of their own.
 
@@ -51,10 +45,10 @@ class ArtefactEngine(Engine):
 
     def __init__(self, at: Path, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
         self.at, self.dtype = at, dtype
-        self.model = _Sizes(config)
+        self.model = SimpleNamespace(config=config)
         self.device = torch.device(device)
         self.static = self.compiled = True
-        self.shapes = artefact.available(at)
+        self.graphs = artefact.available(at)
         self.weights = StoredWeights(at)
         self._loaded: dict[Shape, Any] = {}
         self._kept: dict[Shape, tuple[list[Tensor], list[Tensor]]] = {}
@@ -124,8 +118,8 @@ class ArtefactEngine(Engine):
         for other in [s for s in self._loaded if s.phase == "decode" and s != shape]:
             del self._loaded[other]
             self._kept.pop(other, None)
-        names = [artefact.facts(self.at, s)["weights"] for s in (*self._loaded, shape)]
-        self.weights.keep({content for wanted in names for content in wanted.values()})
+        wanted = (self.graphs[s]["weights"] for s in (*self._loaded, shape))
+        self.weights.keep({content for names in wanted for content in names.values()})
 
     def _cache_of(self, shape: Shape) -> tuple[list[Tensor], list[Tensor]]:
         if shape not in self._kept:
@@ -133,9 +127,9 @@ class ArtefactEngine(Engine):
         return self._kept[shape]
 
     def _shape(self, phase: str, batch: int, tokens: int) -> Shape:
-        found = graphs.smallest(self.shapes, phase, batch, tokens)
+        found = graphs.smallest(self.graphs, phase, batch, tokens)
         if found is None:
-            have = ", ".join(s.name for s in self.shapes if s.phase == phase) or "none"
+            have = ", ".join(s.name for s in self.graphs if s.phase == phase) or "none"
             raise EngineError(
                 f"no compiled {phase} graph for batch {batch} and {tokens} tokens (there are: {have}); "
                 "graphs are made for the shapes that params ask for"
@@ -151,7 +145,7 @@ class ArtefactEngine(Engine):
         from torch._inductor.package import load_package
 
         graph = load_package(str(self.at / f"{shape.name}.pt2"), run_single_threaded=True)
-        names = artefact.facts(self.at, shape)["weights"]
+        names = self.graphs[shape]["weights"]
         if names:  # else the graph carries its own
             tensors = {name: self.weights.tensor(content) for name, content in names.items()}
             graph.load_constants(tensors, check_full_update=True, user_managed=True)

@@ -158,23 +158,25 @@ def current_context(model: ModelSpec | None = None, checkpoints: Iterable[Checkp
 
 def files_digest(model: ModelSpec | None, checkpoints: Iterable[Checkpoint]) -> str | None:
     """Digest of all local folders that weights come from; that of the model alone where there are no others."""
-    folders = [ModelSpec(source="folder", id=c.id) for c in checkpoints if c.source == "folder"]
-    found = [model_files_digest(model) if model else None, *map(model_files_digest, folders)]
-    return "+".join(map(str, found)) if folders else found[0]
+    own = model_files_digest(model) if model else None
+    others = [local_digest(checkpoint.id) for checkpoint in checkpoints if checkpoint.source == "folder"]
+    return "+".join(map(str, [own, *others])) if others else own
 
 
 def model_files_digest(model: ModelSpec) -> str | None:
-    """Digest of a local model folder's weights and configuration; None for other sources, or where a file is
-    unreadable (loading the model names it).
+    """Digest of a local model folder's weights and configuration; None for other sources."""
+    return local_digest(str(model.id)) if model.source == "folder" else None
+
+
+def local_digest(path: str) -> str | None:
+    """Digest of the weights and configuration in a local folder; None where a file is unreadable (loading names it).
 
     The same from every working directory, and by content: a touched file is the same file. File hashes are
     cached by path, size and time, so asking before every experiment is cheap.
     """
-    if model.source != "folder":
-        return None
     from flashgap.model_files import ModelError, folder_digest
 
-    folder = project_root() / Path(str(model.id)).expanduser()
+    folder = project_root() / Path(path).expanduser()
     try:
         return folder_digest(folder)[:16] if folder.is_dir() else None
     except (ModelError, OSError):

@@ -122,6 +122,7 @@ def check(spec: TrialSpec) -> dict[str, Any]:
     """Run every check for `spec` now: {status, error, correctness, kernels, build, prepared}."""
     from flashgap.builds.load import load_build
     from flashgap.engine import Engine
+    from flashgap.kernels import mismatches
 
     build_spec, limits = spec.treatment.build, spec.correctness
     ids, digest = _held_out(spec)
@@ -134,11 +135,7 @@ def check(spec: TrialSpec) -> dict[str, Any]:
         verdict["prepared"] = build.digest
     if settings.ahead_of_time:
         problems, kernels, verdict["graphs"] = _check_graphs(spec, build, ids, facts)
-        strangers = [
-            f"{k}: expected {row['expected']}, ran {row['ran']}"
-            for k, row in kernels.items()
-            if row["ran"] != row["expected"]
-        ]
+        strangers = mismatches(kernels)
     else:
         engine = Engine(build.model, settings.cache, settings.compile, spec.device)
         problems = _check_tokens(build.model, engine, ids, _allowed_margin(spec), facts)

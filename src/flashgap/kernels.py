@@ -33,7 +33,6 @@ MARK = "flashgap::"
 MATMULS = ("aten::mm", "aten::addmm", "aten::mkldnn_linear", "aten::addmv", "aten::mv")
 BATCHED = "aten::bmm"  # in a linear layer: rows were not folded into one matrix
 UNPACKS = ("aten::__rshift__", "aten::bitwise_right_shift", "aten::bitwise_and", "aten::__and__")
-SCALES = ("aten::sub", "aten::mul")  # codes of a byte each need no unpacking
 LOW_BIT = ("int4", "int8pack", "4bit", "marlin", "machete", "awq", "gptq", "dequantize_4bit", "dyn_quant")
 ATTENTIONS = (
     "flash_attention",
@@ -164,8 +163,7 @@ def _family(kind: str, names: set[str]) -> str:
         return COPIED
     if not any(n in MATMULS for n in names):
         return "no matmul"
-    expanded = any(n in UNPACKS for n in names) or set(SCALES) <= names
-    return DEQUANTIZED if expanded else DENSE
+    return DEQUANTIZED if any(n in UNPACKS for n in names) else DENSE
 
 
 @contextlib.contextmanager

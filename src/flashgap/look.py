@@ -55,8 +55,15 @@ COLOURS = {
     "flash_packed": ORANGE,
     "flash_optimised": GREEN,
 }
-MARKERS = {"standard": "o", "flash": "s", "standard_again": "D", "standard_slowed": "^"}
-MARKERS |= {"standard_best": "D", "flash_packed": "^", "flash_optimised": "P"}
+MARKERS = {
+    "standard": "o",
+    "flash": "s",
+    "standard_again": "D",
+    "standard_slowed": "^",
+    "standard_best": "D",
+    "flash_packed": "^",
+    "flash_optimised": "P",
+}
 NAMES = {
     "standard": "Standard",
     "flash": "Flash",

@@ -43,22 +43,19 @@ class Progress:
             self.bar.set_postfix_str(f"{treatment} {status} {seconds:.1f} s{self._left()}", refresh=False)
             self.bar.update()
         else:
-            self._line(f"[{self.done}/{self.total}] {text}{self._left()}")
+            note(f"[{self.done}/{self.total}] {text}{self._left()}")
 
     def say(self, text: str) -> None:
         """Something worth a line that is not a trial."""
         if self.bar is not None:
             self.bar.set_postfix_str(text)
         else:
-            self._line(f"{self.experiment}: {text}")
+            note(f"{self.experiment}: {text}")
 
     def _left(self) -> str:
         mean_s = self.spent_s / self.done if self.done else self.trial_s or 0.0
         left_s = mean_s * (self.total - self.done)
         return f", at most {duration(left_s)} left" if left_s > 0 else ""
-
-    def _line(self, text: str) -> None:
-        note(text)
 
 
 def note(text: str) -> None:

@@ -26,14 +26,14 @@ def add(at: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     index, names = read_index(at), {}
     with (at / BLOB).open("ab") as blob:
         for name, tensor in tensors.items():
-            base = _flat(tensor)
+            data = _flat(tensor).numpy().tobytes()
             layout = [str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
-            digest = hashlib.sha256(json.dumps(layout).encode() + base.numpy().tobytes()).hexdigest()[:24]
+            digest = hashlib.sha256(json.dumps(layout).encode() + data).hexdigest()[:24]
             names[name] = digest
             if digest not in index:
                 blob.write(b"\0" * (-blob.tell() % ALIGNMENT))
-                index[digest] = {"at": blob.tell(), "bytes": base.numel(), "layout": layout}
-                blob.write(base.numpy().tobytes())
+                index[digest] = {"at": blob.tell(), "bytes": len(data), "layout": layout}
+                blob.write(data)
     if tensors:
         written = at / f".{INDEX}"
         written.write_text(json.dumps(index))

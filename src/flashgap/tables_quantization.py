@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from flashgap import stats, tables
+from flashgap import limits, stats, tables
 from flashgap.look import name_of
 
 if TYPE_CHECKING:
@@ -104,44 +104,34 @@ def crossing(table: pd.DataFrame, by: str = "batch") -> int | None:
 def memory(result: Result) -> pd.DataFrame:
     """By build in MiB, medians of blocks: weights of the saved build, and the process: `above start` is what it grew by
     since the trial began, model code included, so every layout and copy of the weights that a build keeps counts."""
-    rows: dict[str, dict[str, list[float]]] = {}
-    for block in result.blocks:
-        for name, trial in block.trials.items():
-            if trial.status != "ok":
-                continue
-            steady, peak = trial.memory.get("steady", {}), trial.memory.get("peak", {})
-            first, start = (
-                trial.memory.get("initialisation_peak", {}),
-                trial.memory.get("start", {}).get("rss_bytes"),
-            )
-            found = {
-                "weights of the build": trial.build.get("resident_bytes"),
-                "above start": steady.get("rss_bytes", 0) - start if start else None,
-                "steady": steady.get("rss_bytes"),
-                "peak to first token": first.get("peak_rss_bytes"),
-                "peak": peak.get("peak_rss_bytes"),
-            }
-            into = rows.setdefault(name, {})
-            for key, value in found.items():
-                if value is not None:
-                    into.setdefault(key, []).append(value / MIB)
-    table = pd.DataFrame(
-        [{"treatment": n, **{k: float(np.median(v)) for k, v in r.items()}} for n, r in rows.items()]
-    )
-    if len(table) and {"peak", "steady"} <= set(table):
+    frame = result.memory_frame()
+    if frame.empty:
+        return pd.DataFrame()
+    wide = frame.pivot_table(index=["trial", "block"], columns=["phase", "counter"], values="bytes") / MIB
+    grown = wide.copy()
+    if ("start", "rss_bytes") in wide:
+        grown[("steady", "grown")] = wide["steady"]["rss_bytes"] - wide["start"]["rss_bytes"]
+    columns = {
+        "above start": ("steady", "grown"),
+        "steady": ("steady", "rss_bytes"),
+        "peak to first token": ("initialisation_peak", "peak_rss_bytes"),
+        "peak": ("peak", "peak_rss_bytes"),
+    }
+    medians = grown.groupby("trial").median()
+    table = pd.DataFrame({name: medians[key] for name, key in columns.items() if key in medians})
+    table.insert(0, "weights of the build", pd.Series(sizes_mib(result)))
+    if {"peak", "steady"} <= set(table):
         table["peak / steady"] = table["peak"] / table["steady"]
-    return table.sort_values("treatment", ignore_index=True) if len(table) else table
+    return table.rename_axis("treatment").reset_index()
 
 
 def memory_ratio(
     result: Result, flash: str, standard: str, phase: str, counter: str
 ) -> dict[str, Any] | None:
     """Paired ratio of a memory counter, Flash over Standard; None without a complete block."""
-    pairs = []
-    for block in result.blocks:
-        a, b = (block.trials.get(name) for name in (flash, standard))
-        if a and b and a.status == b.status == "ok" and counter in a.memory.get(phase, {}):
-            pairs.append((np.array([a.memory[phase][counter]]), np.array([b.memory[phase][counter]])))
+    both = tables.paired_blocks(result, flash, standard)
+    groups = (tables.memory_groups(both, name, phase, counter) for name in (flash, standard))
+    pairs = list(zip(*groups, strict=True))
     return tables.row(stats.paired_ratio(pairs)) if pairs else None
 
 
@@ -170,10 +160,4 @@ def pareto(qualities: pd.DataFrame, sizes: dict[str, float]) -> pd.DataFrame:
 
 def sizes_mib(*results: Result) -> dict[str, float]:
     """Weights held in memory by build, MiB."""
-    found = {}
-    for result in results:
-        for block in result.blocks:
-            for name, trial in block.trials.items():
-                if trial.build.get("resident_bytes"):
-                    found[name] = trial.build["resident_bytes"] / MIB
-    return found
+    return {n: held / MIB for result in results for n, held in limits.weights_bytes(result).items()}

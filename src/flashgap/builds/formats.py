@@ -9,7 +9,6 @@ stores the zero point less one), and `compressed_tensors.compressors.pack_quanti
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashgap.builds.weights import BuildError, GroupedWeight
+from flashgap.model_files import file_digest, folder_digest, raw_config, weight_files
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of an int32, lowest nibble first
 PLAIN_ORDER = tuple(range(8))
@@ -54,13 +54,8 @@ def sniff(folder: Path) -> str | None:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """SHA-256 of the checkpoint's configuration and weights."""
-    from flashgap.model_files import folder_digest
-
-    if sniff(folder) == "gguf":
-        with _gguf(folder).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return folder_digest(folder)
+    """SHA-256 of the checkpoint's configuration and weights; file hashes are kept by path, size and time."""
+    return file_digest(_gguf(folder)) if sniff(folder) == "gguf" else folder_digest(folder)
 
 
 def read_checkpoint(folder: Path) -> Read:
@@ -118,22 +113,14 @@ def read_checkpoint(folder: Path) -> Read:
 
 
 def _declared(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise BuildError(
-            f"{folder / 'config.json'}: cannot be read: {error}; fetch the checkpoint again"
-        ) from None
+    config = raw_config(folder)
     return config.get("quantization_config") or config.get("compression_config") or {}
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise BuildError(f"{folder}: holds no safetensors; fetch the checkpoint again")
-    for path in files:
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict

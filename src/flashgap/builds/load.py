@@ -8,6 +8,7 @@ files, are quantized in process, and their peak says so: `Build.in_process`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -15,6 +16,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashgap import models
+from flashgap import model_support, models
 from flashgap.builds import quantizers
 from flashgap.builds.packed import PackedLinear
 from flashgap.builds.quantization import (
@@ -34,6 +36,7 @@ from flashgap.builds.quantization import (
     skeleton,
 )
 from flashgap.builds.weights import BuildError
+from flashgap.model_files import file_digest
 from flashgap.progress import note
 from flashgap.treatment import BuildSpec, ModelSpec
 
@@ -117,28 +120,41 @@ def _make(model: ModelSpec, build: BuildSpec, device: str) -> nn.Module:
     folder = models.checkpoint_folder(origin) if origin else quantized_folder(model, build, device)
     read = formats.read_checkpoint(folder)
     assert build.execution is not None
-    return replace(_dense(read, dtype, folder), read.weights, build.execution, dtype)
+    return replace(_dense(read, model, folder), read.weights, build.execution, dtype)
 
 
-def _dense(read: Any, dtype: torch.dtype, folder: Path) -> nn.Module:
+def _dense(read: Any, model: ModelSpec, folder: Path) -> nn.Module:
     """The model of a checkpoint; its quantized layers have shapes only."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read.config, dtype=dtype)
+    dtype = DTYPES[model.dtype]
+    empty = model_support.skeleton(read.config, model.dtype)
     state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in read.dense.items()}
-    result = model.load_state_dict(state, strict=False, assign=True)
     if "lm_head" in read.weights:
-        model.config.tie_word_embeddings = False
-    model.tie_weights()
+        empty.config.tie_word_embeddings = False
     replaced = {f"{name}.weight" for name in read.weights}
-    here = dict(model.named_parameters())
+    return _filled(
+        empty,
+        state,
+        "cpu",
+        f"{folder}: tensors {{}} do not match its configuration; fetch it again",
+        replaced,
+    )
+
+
+def _filled(
+    empty: Any, state: dict[str, torch.Tensor], device: str, mismatch: str, replaced: Collection[str] = ()
+) -> nn.Module:
+    """The skeleton `empty` with the tensors of `state` as they are; those of `replaced` may be absent.
+
+    Raises `BuildError` with `mismatch`, the first names in its braces, if others are, or if some are too many.
+    """
+    result = empty.load_state_dict(state, strict=False, assign=True)
+    empty.tie_weights()
+    here = dict([*empty.named_parameters(), *empty.named_buffers()])
     absent = [n for n in result.missing_keys if n in here and here[n].is_meta and n not in replaced]
     if absent or result.unexpected_keys:
-        wrong = [*absent, *result.unexpected_keys][:3]
-        raise BuildError(f"{folder}: tensors {wrong} do not match its configuration; fetch it again")
-    _restore_buffers(model, "cpu")
-    return model
+        raise BuildError(mismatch.format([*absent, *result.unexpected_keys][:3]))
+    _restore_buffers(empty, device)
+    return empty
 
 
 def _quantizer(build: BuildSpec) -> str:
@@ -174,14 +190,9 @@ def quantized_folder(model: ModelSpec, build: BuildSpec, device: str = "cpu") ->
             tokenizer = models.tokenizer(model) if spec.searches else None
             weights = quantizers.quantize_model(dense, tokenizer, spec, note)
             made = {"settings": settings, "quantize_s": time.perf_counter() - start_s}
-            partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
-            try:
+            with whole_folder(folder) as partial:
                 formats.write_compressed_tensors(partial, dense, weights, models.locate(model, _silent))
                 (partial / "quantized.json").write_text(json.dumps(made, indent=1))
-                os.chmod(partial, 0o755)
-                os.replace(partial, folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
             note(f"quantized in {made['quantize_s']:.0f} s")
     return folder
 
@@ -189,25 +200,18 @@ def quantized_folder(model: ModelSpec, build: BuildSpec, device: str = "cpu") ->
 def load_prepared(folder: Path, model: ModelSpec, device: str) -> nn.Module:
     """A skeleton without weights takes the saved tensors as they are: dense weights are never allocated."""
     from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     facts = json.loads((folder / "build.json").read_text())
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=DTYPES[model.dtype]
-        )
-        skeleton(empty, {name: tuple(kept) for name, kept in facts["layers"].items()}, facts["execution"])
-    result = empty.load_state_dict(
-        load_file(folder / "model.safetensors", device=device), strict=False, assign=True
+    empty = model_support.skeleton(AutoConfig.from_pretrained(folder), model.dtype)
+    skeleton(empty, {name: tuple(kept) for name, kept in facts["layers"].items()}, facts["execution"])
+    state = load_file(folder / "model.safetensors", device=device)
+    return _filled(
+        empty,
+        state,
+        device,
+        f"{folder}: tensors {{}} do not match the model; delete the folder and run again",
     )
-    empty.tie_weights()
-    here = dict([*empty.named_parameters(), *empty.named_buffers()])
-    absent = [name for name in result.missing_keys if name in here and here[name].is_meta]
-    if absent or result.unexpected_keys:
-        wrong = [*absent, *result.unexpected_keys][:3]
-        raise BuildError(f"{folder}: tensors {wrong} do not match the model; delete the folder and run again")
-    _restore_buffers(empty, device)
-    return empty
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -262,30 +266,32 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _save(model: Any, folder: Path, facts: dict[str, Any]) -> None:
-    """Write beside `folder`, then rename: a build is there whole or not at all."""
+    """Write the build's tensors, configuration and facts into `folder`."""
     from safetensors.torch import save_file
 
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
-    try:
+    with whole_folder(folder) as partial:
         state = {k: v.contiguous() for k, v in _untied(model).items()}
         save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
         model.config.save_pretrained(partial)
         layers = quantized_layers(model)
         execution = "packed" if any(isinstance(m, PackedLinear) for m in model.modules()) else "dequantize"
-        digest = _digest_of(partial / "model.safetensors")
+        digest = file_digest(partial / "model.safetensors")
         facts = facts | {"layers": layers, "execution": execution, "sha256": digest}
         (partial / "build.json").write_text(json.dumps(facts, indent=1))
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, beside `folder` and renamed to it at the end: a build is there whole or not at all."""
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    try:
+        yield partial
         os.chmod(partial, 0o755)
         os.replace(partial, folder)
     except OSError as error:
         raise BuildError(f"{folder}: the prepared build cannot be saved: {error.strerror or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
