@@ -72,7 +72,7 @@ def test_every_quantized_layer_runs_a_packed_kernel(compiled):
     assert set(rows) == {"prefill_b1_t16", "decode_b2_t24"}
     for row in rows.values():
         assert row["layers"] == 15
-        assert row["expected"] == row["ran"] == "packed low-bit matmul x 15"
+        assert row["expected"] == row["ran"] == "packed 4-bit matmul x 15"
 
 
 def test_a_graph_that_is_not_there_is_named(compiled):
@@ -115,7 +115,7 @@ def test_a_trial_on_compiled_graphs(tmp_path, monkeypatch, compiled):
     assert pipe.value["status"] == "ok", pipe.value["error"]
     outcome = worker.run_trial(SPEC)
     assert outcome["status"] == "ok", outcome["error"]
-    assert outcome["kernels"]["decode_b2_t24"]["ran"].startswith("packed low-bit matmul")
+    assert outcome["kernels"]["decode_b2_t24"]["ran"].startswith("packed 4-bit matmul")
     assert outcome["observations"]["metric"].count("itl_s") == 7
     assert outcome["build"]["resident_bytes"] > 0
 
@@ -125,11 +125,12 @@ def test_calls_are_counted_by_what_they_multiply():
     code = (
         'inline void cpp_a_micro_gemm_amx_kernel_16_2(\ncpp_a_micro_gemm(\nextern "C"\n'
         "void cpp_a(const at::BFloat16* X, const uint8_t* W, const at::BFloat16* qscale_and_zeros)\n"
+        'inline void cpp_c_micro_gemm(\nextern "C"\nvoid cpp_c(const at::BFloat16* X, const int8_t* W)\n'
         'inline void cpp_b_micro_gemm(\nextern "C"\nvoid cpp_b(const float* X, const float* W)\n'
     )
     wrapper = (
         'extern "C" void cpp_a(const at::BFloat16* X);\nextern "C" void cpp_b(const float* X);\n'
-        "cpp_a(x, y);\ncpp_a(x, y);\ncpp_b(x);\naoti_torch_cpu__weight_int4pack_mm_cpu_tensor(q);\n"
+        "cpp_a(x, y);\ncpp_a(x, y);\ncpp_b(x);\ncpp_c(x);\naoti_torch_cpu__weight_int4pack_mm_cpu_tensor(q);\n"
         "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(q);\naoti_torch_cpu_addmm_out(q);\n"
     )
     assert count_calls(wrapper, code) == {
@@ -137,6 +138,7 @@ def test_calls_are_counted_by_what_they_multiply():
         "dense: generated, AVX-512": 1,
         "packed 4-bit: generated, AMX": 2,
         "packed 4-bit: weight_int4pack_mm_cpu_tensor": 1,
+        "packed 8-bit: generated, AVX-512": 1,
         "scaled_dot_product_flash_attention_for_cpu": 1,
     }
 

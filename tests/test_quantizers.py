@@ -341,15 +341,14 @@ def test_legal_sizes_are_the_ones_that_divide():
     assert legal_group_sizes(12) == [2, 4, 6, 12]
 
 
-def test_calibration_draws_exactly_the_samples_and_knows_its_text():
-    chunks, record = calibration_chunks(TOKENIZER, CALIBRATION)
-    again, _ = calibration_chunks(TOKENIZER, CALIBRATION)
-    other, _ = calibration_chunks(TOKENIZER, SimpleNamespace(**{**vars(CALIBRATION), "seed": 2}))
+def test_calibration_draws_exactly_the_samples():
+    chunks = calibration_chunks(TOKENIZER, CALIBRATION)
+    again = calibration_chunks(TOKENIZER, CALIBRATION)
+    other = calibration_chunks(TOKENIZER, SimpleNamespace(**{**vars(CALIBRATION), "seed": 2}))
     assert chunks.shape == (4, 32)
     assert torch.equal(chunks, again)
     assert not torch.equal(chunks, other)
     assert len({tuple(row.tolist()) for row in chunks}) == 4
-    assert record.sha256 == held_out_text()[1]
 
 
 def test_a_text_too_short_names_both_numbers(tmp_path):

@@ -157,7 +157,7 @@ def test_a_checkpoint_takes_the_place_of_the_quantization_it_inherits(tmp_path):
         ({"quantizer": "autoawq", "scheme": "symmetric"}, "autoawq packs 4 bits with a zero point"),
         ({"quantizer": "hqq", "scheme": "symmetric"}, "hqq optimises zero points"),
         ({"quantizer": "rtn", "calibration": {}}, "rtn looks at no data"),
-        ({"bits": 8, "execution": "packed"}, "8 bits want execution: dequantize"),
+        ({"bits": 8, "execution": "packed"}, "one symmetric scale a channel"),
         ({"bits": 3}, "bits"),
     ],
 )

@@ -26,7 +26,7 @@ import torch
 from flashgap import context, graphs, hardware, models, stored_weights
 from flashgap.builds.load import Build, resident_bytes
 from flashgap.builds.packed import PackedLinear
-from flashgap.graphs import Shape
+from flashgap.graphs import GraphError, Shape
 from flashgap.kernels import DENSE, PACKED
 from flashgap.treatment import TrialSpec
 
@@ -35,7 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN", "freezing": True},
     "cuda": {"max_autotune": True, "max_autotune_gemm_backends": "TRITON,ATEN", "freezing": True},
 }
-LOW_BIT_CALLS = ("int4pack", "int4mm", "weight_int8pack")
+LOW_BIT_CALLS = {"int4pack": 4, "int4mm": 4, "weight_int8pack": 8}  # in a name -> bits
+LOW_BIT_WEIGHTS = {"qscale_and_zeros": 4, "int8_t* W": 8}  # in a generated kernel's signature -> bits
 CODE = ("flashgap.graphs", "flashgap.artefact", "flashgap.stored_weights", "flashgap.builds.packed")
 
 
@@ -78,9 +79,14 @@ def compile_missing(build: Build, at: Path, shapes: Iterable[Shape], device: str
     """Compile the `shapes` that `at` lacks, one after the other; each is there whole or not at all."""
     there = available(at)
     missing = [shape for shape in dict.fromkeys(shapes) if shape not in there]
+    if missing and device == "cpu":
+        check_compiler()
     at.mkdir(parents=True, exist_ok=True)
     usual = build.model.config._attn_implementation
+    eager_ways = {m: m.many_rows for m in build.model.modules() if isinstance(m, PackedLinear)}
     graphs.prepare(build.model)
+    for layer in eager_ways:
+        layer.many_rows = None  # in a graph, autotuning chooses
     try:
         for number, shape in enumerate(missing, 1):
             start_s = time.perf_counter()
@@ -89,9 +95,25 @@ def compile_missing(build: Build, at: Path, shapes: Iterable[Shape], device: str
             tell(f"compiled {shape.name} in {time.perf_counter() - start_s:.0f} s")
     finally:
         build.model.set_attn_implementation(usual)
+        for layer, rows in eager_ways.items():
+            layer.many_rows = rows
     about = {"resident_bytes": build.resident_bytes, "parameters": build.parameters, "digest": build.digest}
     build.model.config.save_pretrained(at)
     (at / "build.json").write_text(json.dumps(about))
+
+
+def check_compiler() -> None:
+    """`GraphError` names the cure where inductor has no C++ compiler to work with."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise GraphError(
+            "no C++ compiler: a compiled build is made with g++; install it (on Debian the package g++), name another one in CXX, or "
+            "leave treatments with ahead_of_time: true out of the experiment"
+        ) from None
 
 
 def _compile(model: Any, at: Path, shape: Shape, device: str) -> None:
@@ -178,14 +200,15 @@ def count_calls(wrapper: str, code: str) -> dict[str, int]:
     """Kernels of `kernels` in the source of a graph (`wrapper`) and of its generated kernels (`code`)."""
     found: Counter[str] = Counter()
     for call in re.findall(r"aoti_torch_(?:cpu|cuda)_(\w*(?:mm|attention|linear)\w*)\(", wrapper):
-        low_bit = any(word in call for word in LOW_BIT_CALLS)
-        found[("packed 4-bit: " if low_bit else "") + call.lstrip("_")] += 1
+        bits = next((bits for word, bits in LOW_BIT_CALLS.items() if word in call), None)
+        found[(f"packed {bits}-bit: " if bits else "") + call.lstrip("_")] += 1
     for name in sorted(set(re.findall(r"\b(cpp_\w+?)_micro_gemm\b", code))):
         head = re.search(rf"void\s+{name}\(([^)]*)\)", code)
-        low_bit = head is not None and "qscale_and_zeros" in head.group(1)
+        signature = head.group(1) if head else ""
+        bits = next((bits for word, bits in LOW_BIT_WEIGHTS.items() if word in signature), None)
         unit = "AMX" if f"{name}_micro_gemm_amx_kernel" in code else "AVX-512"
         calls = len(re.findall(rf"(?<!void )(?<!void  )\b{name}\(", wrapper))
-        found[f"{'packed 4-bit' if low_bit else 'dense'}: generated, {unit}"] += calls
+        found[f"{f'packed {bits}-bit' if bits else 'dense'}: generated, {unit}"] += calls
     return dict(sorted(found.items()))
 
 
@@ -194,18 +217,28 @@ def kernel_rows(at: Path, model: Any, shapes: Iterable[Shape]) -> dict[str, dict
 
     Every quantized layer must be one packed call, and nothing else may be: a layer that fell back shows.
     """
-    packed = sum(isinstance(module, PackedLinear) for module in model.modules())
+    packed = Counter(module.bits for module in model.modules() if isinstance(module, PackedLinear))
     bytes_held = resident_bytes(model)
     graphs_there, rows = available(at), {}
     for shape in shapes:
         found = graphs_there[shape]["kernels"]
-        ran = sum(count for name, count in found.items() if "packed 4-bit" in name)
+        ran = Counter(
+            {
+                bits: sum(n for name, n in found.items() if name.startswith(f"packed {bits}-bit"))
+                for bits in PACKED
+            }
+        )
         rows[shape.name] = {
-            "expected": f"{PACKED} x {packed}" if packed else DENSE,
-            "ran": f"{PACKED} x {ran}" if ran else DENSE,
-            "layers": packed,
+            "expected": _calls(packed),
+            "ran": _calls(ran),
+            "layers": packed.total(),
             "weight_bytes": bytes_held,
             "operators": {shape.phase: [f"{name} x {count}" for name, count in found.items()]},
             "implementation": {shape.phase: sorted({c["chosen"] for c in graphs_there[shape]["choices"]})},
         }
     return rows
+
+
+def _calls(by_bits: Counter[int]) -> str:
+    """Packed calls by bits, in words."""
+    return " + ".join(f"{PACKED[bits]} x {n}" for bits, n in sorted(by_bits.items()) if n) or DENSE

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from flashgap import tables_quantization as tq
 from flashgap.look import (
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 
 
 @look
-def crossover(eager: Result, best: Result, prefill: Result) -> Figure:
+def speed(latency: Result, eager: Result, best: Result, prefill: Result) -> Figure:
     """Standard's time over Flash's: decode by batch, eager and at their best, and prefill by prompt length."""
     decode = [
-        tq.speedups(eager, "standard", "flash"),
+        tq.speedups(latency, "standard", "flash"),
         tq.speedups(eager, "standard", "flash_packed"),
         tq.speedups(best, "standard_best", "flash_optimised"),
     ]
@@ -50,7 +51,7 @@ def crossover(eager: Result, best: Result, prefill: Result) -> Figure:
         "Where 4 bits pay",
         f"{INTERVALS}. Standard's time over Flash's, like for like: eager with eager, compiled with compiled. Above 1 "
         "Flash is faster.",
-        records_line(eager, best, prefill),
+        records_line(latency, eager, best, prefill),
         (1.5, 1),
         height_in=2.6,
         gap_in=1.55,
@@ -72,6 +73,47 @@ def crossover(eager: Result, best: Result, prefill: Result) -> Figure:
         from_zero(right, max(1.1, float(first["high"].max())))
     right.axhline(1, color=INK, linewidth=0.8)
     right.set(xlabel="prompt tokens", title="Time to first token, compiled")
+    return figure
+
+
+@look
+def crossover(table: pd.DataFrame, result: Result) -> Figure:
+    """Dense over packed time of each shape of the builds' layers, by rows, with the boundary and its interval."""
+    if table.empty:
+        return nothing("Where each shape crosses over", "No complete block of `crossover`.")
+    table = table.sort_values(["bits", "features_out", "features_in", "rows"])
+    table = table.assign(
+        shape=[f"{r.bits} bits, {r.features_in} to {r.features_out}" for r in table.itertuples()]
+    )
+    table = table.drop_duplicates(["shape", "rows"])
+    shapes, rows = list(dict.fromkeys(table["shape"])), sorted(set(table["rows"]))
+    figure, (ax,) = canvas(
+        "Where each shape crosses over",
+        "Time of a dense 16-bit layer over the packed kernel's, one call, eager; green: packed is faster, red: slower. Framed: the "
+        "95 % interval holds 1, so the boundary runs there. Black line: from here on the build expands the weight first.",
+        records_line(result),
+        height_in=0.25 * len(shapes) + 0.1,
+        left_in=1.5,
+        right_in=0.2,
+    )
+    grid = table.pivot(index="shape", columns="rows", values="value").reindex(index=shapes, columns=rows)
+    ax.pcolormesh(
+        np.log2(grid.to_numpy(dtype=float)), cmap="RdYlGn", vmin=-3, vmax=3, edgecolor="white", linewidth=0.6
+    )
+    for row in table.itertuples():
+        x, y = rows.index(row.rows), shapes.index(row.shape)
+        ax.text(x + 0.5, y + 0.5, f"{row.value:.2g}", ha="center", va="center", fontsize=6.5)
+        if not (row.low > 1 or row.high < 1):
+            ax.add_patch(Rectangle((x + 0.06, y + 0.06), 0.88, 0.88, fill=False, edgecolor=INK, linewidth=1))
+    for y, shape in enumerate(shapes):
+        many = table.loc[table["shape"] == shape, "many_rows"].iloc[0]
+        if np.isfinite(many):
+            edge = float(np.interp(np.log2(many), np.log2(rows), np.arange(len(rows)))) + 0.5
+            ax.plot([edge, edge], [y + 0.04, y + 0.96], color=INK, linewidth=2)
+    ax.set_xticks(np.arange(len(rows)) + 0.5, [str(r) for r in rows])
+    ax.set_yticks(np.arange(len(shapes)) + 0.5, shapes)
+    ax.grid(visible=False)
+    ax.set(xlabel="rows (tokens in one call)")
     return figure
 
 
@@ -110,22 +152,26 @@ def quality(table: pd.DataFrame, result: Result, requantized: bool) -> Figure:
 
 
 @look
-def front(points: pd.DataFrame, standard_mib: float | None, result: Result) -> Figure:
+def front(
+    points: pd.DataFrame, standard_mib: float | None, speeds: dict[str, float], *results: Result
+) -> Figure:
     """Size against quality, with the front of those that no other build beats in both."""
     if points.empty:
         return nothing("Size and quality", "No record of the experiment `quality`.")
     figure, (ax,) = canvas(
         "Size and quality",
-        "Weights held in memory against perplexity over Standard's; filled: no other build is both smaller and better.",
-        records_line(result),
+        "Weights held in memory against perplexity over Standard's; filled: no other build is both smaller and better."
+        + (" Number: decode speed at batch 1 over Standard's, both compiled." if speeds else ""),
+        records_line(*results),
         left_in=0.7,
         right_in=1.6,
     )
     for row in points.itertuples():
         ax.plot(row.mib, row.value, "o", color=GREEN, mfc=GREEN if row.front else "white")
-        ax.annotate(
-            name_of(row.treatment), (row.mib, row.value), (5, 3), textcoords="offset points", fontsize=7
-        )
+        faster = f" ({speeds[row.treatment]:.2f}x)" if row.treatment in speeds else ""
+        said = f"{name_of(row.treatment)}{faster}"
+        ax.annotate(said, (row.mib, row.value), (5, 3), textcoords="offset points", fontsize=7)
+    ax.axhspan(1, 1.05, color=FAINT, zorder=0)
     if standard_mib:
         ax.plot(standard_mib, 1.0, "D", color=BLUE)
         ax.annotate("Standard", (standard_mib, 1.0), (5, 3), textcoords="offset points", fontsize=7)

@@ -15,12 +15,20 @@ if TYPE_CHECKING:
     from flashgap.results import Result
 
 NEVER_SLOWER = 0.97
+WITHIN, WORTH = 1.05, 1.3  # of Standard's perplexity, and of its speed at batch 1: a build to ship
+DISPATCH_PRICE = 1.03
 
 
 def quantization(results: Mapping[str, Result], used: pd.DataFrame) -> list[str]:
     """What the page has found, most important first; says what is not there."""
-    lines = _decode(results["best"]) + _prefill(results["prefill"]) + _eager(results["eager"])
-    lines += _memory(results["best_memory"]) + _quality(results["quality"]) + _use(used)
+    lines = _decode(results["best"]) + _prefill(results["prefill"]) + _task(results["task"])
+    lines += _ship(results["bits"], results["quality"]) + _eager(results["latency"], results["eager"])
+    lines += (
+        _crossover(results["crossover"])
+        + _memory(results["best_memory"])
+        + _quality(results["quality"])
+        + _use(used)
+    )
     return lines or ["No experiment of this page has a complete block yet."]
 
 
@@ -58,10 +66,69 @@ def _prefill(prefill: Result) -> list[str]:
     ]
 
 
-def _eager(eager: Result) -> list[str]:
+def _task(task: Result) -> list[str]:
     lines = []
-    for flash in ("flash", "flash_packed"):
-        table = tq.speedups(eager, "standard", flash)
+    for standard, said in (
+        ("standard_best", "both compiled: Standard's"),
+        ("standard", "eager Standard's"),
+        ("flash", "eager Flash's"),
+    ):
+        ratio = tq.task_ratio(task, standard, "flash_optimised")
+        if ratio:
+            found = interval(ratio["value"], ratio["low"], ratio["high"])
+            lines.append(f"The task, {said} time over optimised Flash's: {found}.")
+    return lines
+
+
+def _ship(bits: Result, quality: Result) -> list[str]:
+    """Which build holds quality and is still faster: the configurations of `bits` beside their quality."""
+    qualities = tq.quality(quality).set_index("treatment")
+    lines, good = [], []
+    for compiled, build in tq.COMPILED.items():
+        table = tq.speedups(bits, "standard_best", compiled)
+        if table.empty or build not in qualities.index:
+            continue
+        speed, cost = table.iloc[0], qualities.loc[build]
+        lines.append(
+            f"{_first_upper(name_of(build))}: {speed['value']:.2f} times Standard's decode speed at batch {int(speed['batch'])} "
+            f"({_said(speed)}), both compiled, at {cost['value']:.3f} times its perplexity ({_said(cost)})."
+        )
+        if cost["high"] <= WITHIN and speed["low"] >= WORTH:
+            good.append(name_of(build))
+    if lines:
+        lines.append(
+            f"Within {WITHIN - 1:.0%} of Standard's perplexity and at least {WORTH} times as fast at batch 1, by both intervals: "
+            f"**{', '.join(good) or 'none of them'}**."
+        )
+    return lines
+
+
+def _crossover(result: Result) -> list[str]:
+    table = tq.crossover(result)
+    if table.empty:
+        return []
+    lines = []
+    for row in tq.boundaries(table[table["treatment"] == "flash_packed"]).itertuples():
+        low = "no number of rows" if row.faster_to != row.faster_to else f"{int(row.faster_to)} rows"
+        high = "none that was tried" if row.slower_from != row.slower_from else f"{int(row.slower_from)}"
+        lines.append(
+            f"Eager, {row.bits} bits, {row.features_in} to {row.features_out} features: packed is shown faster than dense up to {low}, "
+            f"slower from {high} on."
+        )
+    worst = table.loc[table["over"].idxmax()]
+    shown = (table["over_low"] > DISPATCH_PRICE).sum()
+    return [
+        *lines,
+        f"As dispatched over the faster of its two ways: median {table['over'].median():.3f}, worst "
+        f"{interval(worst['over'], worst['over_low'], worst['over_high'])} at {int(worst['rows'])} rows; shown above "
+        f"{DISPATCH_PRICE} in {shown} of {len(table)} cells.",
+    ]
+
+
+def _eager(latency: Result, eager: Result) -> list[str]:
+    lines = []
+    for result, flash in ((latency, "flash"), (eager, "flash_packed")):
+        table = tq.speedups(result, "standard", flash)
         if len(table):
             first, last = table.iloc[0], table.iloc[-1]
             lines.append(
@@ -107,12 +174,18 @@ def _quality(quality: Result) -> list[str]:
         f"({interval(row.value, row.low, row.high)}), KL {row.kl_nats:.3f} nats, same best token {row.top1:.0%}."
         for row in table.itertuples()
     ]
-    for row in removed[removed["treatment"].isin(["awq", "awq_head16"])].itertuples():
+    for row in removed.itertuples():
         shown = "the difference excludes zero" if row.lower else "the difference does not exclude zero"
-        head = "16 bits" if row.treatment.endswith("_head16") else "4 bits, which no search touches"
         lines.append(
-            f"What the search bought, output head at {head}: AWQ removes **{row.value:.0%}** of round-to-nearest's extra loss "
-            f"({interval(row.value, row.low, row.high)}); {shown}."
+            f"What the search bought: {name_of(row.treatment)} removes **{row.value:.0%}** of the extra loss of "
+            f"{name_of(row.floor)} ({interval(row.value, row.low, row.high)}); {shown}."
+        )
+    marked = table[table["rounding"] < tq.ON_GRID]["treatment"]
+    known = table["rounding"].notna().sum()
+    if known:
+        lines.append(
+            f"On the grid of the file that the weights came out of (they do not count): {', '.join(map(name_of, marked)) or 'none'} of the "
+            f"{known} builds whose rounding is known."
         )
     return lines
 

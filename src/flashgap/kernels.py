@@ -20,20 +20,23 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from flashgap.builds.packed import PackedLinear
+from flashgap.builds.packed import PackedInt4Linear, PackedInt8Linear, PackedLinear
 from flashgap.builds.quantization import DequantizedLinear
 from flashgap.treatment import BuildSpec
 
 COPIED = "batched matmul, weight copied for every row"
-DENSE, DEQUANTIZED, PACKED = "dense matmul", "dequantize, then dense matmul", "packed low-bit matmul"
+DENSE, DEQUANTIZED = "dense matmul", "dequantize, then dense matmul"
+PACKED = {4: "packed 4-bit matmul", 8: "packed 8-bit matmul"}
 FUSED, UNFUSED = "fused attention", "unfused attention"
 COMPILED, EAGER = "compiled graph", "eager operators"
 MARK = "flashgap::"
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::mkldnn_linear", "aten::addmv", "aten::mv")
 BATCHED = "aten::bmm"  # in a linear layer: rows were not folded into one matrix
+EXPANDS = ("aten::mul", "aten::mul_")  # of codes to weights by their scales; a dense layer has none
 UNPACKS = ("aten::__rshift__", "aten::bitwise_right_shift", "aten::bitwise_and", "aten::__and__")
-LOW_BIT = ("int4", "int8pack", "4bit", "marlin", "machete", "awq", "gptq", "dequantize_4bit", "dyn_quant")
+EIGHT_BIT = "int8pack"
+LOW_BIT = (EIGHT_BIT, "int4", "4bit", "marlin", "machete", "awq", "gptq", "dequantize_4bit", "dyn_quant")
 ATTENTIONS = (
     "flash_attention",
     "efficient_attention",
@@ -44,17 +47,25 @@ ATTENTIONS = (
 
 
 def expected_kernels(model: nn.Module, build: BuildSpec) -> dict[str, str]:
-    """What each layer type must run by the treatment; attention is fused.
+    """What each linear layer must run by the treatment, by module name.
 
     Which layers are quantized is said by the treatment, or by the checkpoint's own files.
     """
-    low_bit = {"dequantize": DEQUANTIZED, "packed": PACKED, None: DENSE}[build.execution]
-    spec = build.quantization
-    layers: dict[str, set[str]] = defaultdict(set)
+    spec, expected = build.quantization, {}
     for name, module in _linears(model):
-        left = build.checkpoint is not None and isinstance(module, nn.Linear)
-        layers[_type(name)].add(DENSE if left or (spec and _skipped(name, spec.skip)) else low_bit)
-    return {**{kind: " | ".join(sorted(names)) for kind, names in layers.items()}, "attention": FUSED}
+        if build.checkpoint:
+            bits = 16 if isinstance(module, nn.Linear) else int(module.bits)  # type: ignore[arg-type]
+        else:
+            bits = spec.bits_of(name) if spec else 16
+        low_bit = PACKED.get(bits, "") if build.execution == "packed" else DEQUANTIZED
+        expected[name] = low_bit if bits < 16 else DENSE
+    return expected
+
+
+def _dispatched(module: nn.Module, kernel: str, rows: int) -> str:
+    """What a layer that must run `kernel` runs for so many rows, by the threshold that its build keeps."""
+    many = getattr(module, "many_rows", None)
+    return DEQUANTIZED if many is not None and rows >= many else kernel
 
 
 def observe(
@@ -71,8 +82,16 @@ def observe(
     seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     names: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     ran: dict[str, set[str]] = defaultdict(set)
+    due: dict[str, set[str]] = defaultdict(set, attention={FUSED})
+    by_name = expected_kernels(model, build)
+
+    def called(name: str, module: nn.Module, x: Any) -> None:
+        due[_type(name)].add(_dispatched(module, by_name[name], x.numel() // x.shape[-1]))
+
     for phase, forward in forwards.items():
-        for kind, operators, device_kernels in _profiled(model, forward):
+        with _called(model, called):
+            calls = _profiled(model, forward)
+        for kind, operators, device_kernels in calls:
             seen[kind][phase] |= operators
             names[kind][phase] |= device_kernels
             ran[kind].add(_family(kind, operators | device_kernels))
@@ -81,13 +100,13 @@ def observe(
                 names[kind][phase] |= primitives
     return {
         kind: {
-            "expected": expected,
+            "expected": " | ".join(sorted(expected)),
             "ran": " | ".join(sorted(ran[kind])) or "nothing",
             **_census(model, kind),
             "operators": {phase: sorted(ops) for phase, ops in seen[kind].items()},
             "implementation": {phase: sorted(found) for phase, found in names[kind].items()},
         }
-        for kind, expected in expected_kernels(model, build).items()
+        for kind, expected in due.items()
     }
 
 
@@ -139,10 +158,6 @@ def _type(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def _skipped(name: str, skip: tuple[str, ...]) -> bool:
-    return any(name.endswith(suffix) for suffix in skip)
-
-
 def _census(model: nn.Module, kind: str) -> dict[str, int]:
     """How many layers of this type there are and what their weights weigh at rest."""
     if kind == "attention":
@@ -157,13 +172,28 @@ def _family(kind: str, names: set[str]) -> str:
     if kind == "attention":
         fused = any(a in n for n in names for a in ATTENTIONS[:-1])
         return FUSED if fused and not any("attention_math" in n for n in names) else UNFUSED
-    if any(word in n.lower() for n in names for word in LOW_BIT):
-        return PACKED
+    low_bit = {n for n in names if any(word in n.lower() for word in LOW_BIT)}
+    if low_bit:
+        return " | ".join(sorted({PACKED[8 if EIGHT_BIT in n else 4] for n in low_bit}))
     if BATCHED in names:
         return COPIED
     if not any(n in MATMULS for n in names):
         return "no matmul"
-    return DEQUANTIZED if any(n in UNPACKS for n in names) else DENSE
+    return DEQUANTIZED if any(n in (*UNPACKS, *EXPANDS) for n in names) else DENSE
+
+
+@contextlib.contextmanager
+def _called(model: nn.Module, tell: Callable[[str, nn.Module, Any], None]) -> Iterator[None]:
+    """Call `tell(name, layer, input)` at every call of a linear layer."""
+    handles = [
+        module.register_forward_pre_hook(lambda layer, inputs, name=name: tell(name, layer, inputs[0]))
+        for name, module in _linears(model)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager
@@ -214,7 +244,9 @@ def _calls(profiler: Any) -> list[tuple[str, set[str], set[str]]]:
         if event.name.startswith(MARK) and event.device_type == torch.autograd.DeviceType.CPU:
             inside = list(_below(event))
             operators = {
-                e.name for e in inside if e.name in (*MATMULS, *UNPACKS, BATCHED) or "attention" in e.name
+                e.name
+                for e in inside
+                if e.name in (*MATMULS, *UNPACKS, *EXPANDS, BATCHED) or "attention" in e.name
             }
             operators |= {e.name for e in inside if any(word in e.name.lower() for word in LOW_BIT)}
             calls.append(
@@ -272,7 +304,7 @@ def _write(text: str) -> object:
 
 
 def _sample_input(module: Any) -> torch.Tensor:
-    holders = {DequantizedLinear: "scales", PackedLinear: "scales_and_zeros"}
+    holders = {DequantizedLinear: "scales", PackedInt4Linear: "scales_and_zeros", PackedInt8Linear: "scales"}
     weight = getattr(module, holders.get(type(module), "weight"))
     return torch.zeros(1, module.in_features, dtype=weight.dtype, device=weight.device)
 

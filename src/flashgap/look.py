@@ -54,6 +54,8 @@ COLOURS = {
     "standard_best": SKY,
     "flash_packed": ORANGE,
     "flash_optimised": GREEN,
+    "mixed_best": PURPLE,
+    "eight_best": ORANGE,
 }
 MARKERS = {
     "standard": "o",
@@ -63,6 +65,8 @@ MARKERS = {
     "standard_best": "D",
     "flash_packed": "^",
     "flash_optimised": "P",
+    "mixed_best": "X",
+    "eight_best": "v",
 }
 NAMES = {
     "standard": "Standard",
@@ -72,12 +76,20 @@ NAMES = {
     "standard_best": "Standard, compiled",
     "flash_packed": "Flash, packed kernel",
     "flash_optimised": "Flash, optimised",
-    "rtn": "round to nearest",
+    "mixed_best": "Mixed 4 and 8 bits, compiled",
+    "eight_best": "8 bits, compiled",
+    "rtn": "round to nearest, head at 4 bits",
+    "rtn_head8": "round to nearest",
     "rtn_head16": "round to nearest, head at 16 bits",
-    "awq_head16": "AWQ, head at 16 bits",
+    "rtn_symmetric": "round to nearest, symmetric",
+    "rtn_group32": "round to nearest, groups of 32",
     "awq": "AWQ",
+    "awq_unsearched": "AWQ without its search",
+    "autoawq": "AutoAWQ, head at 16 bits",
     "published": "published remedy",
     "hqq": "HQQ",
+    "mixed": "mixed 4 and 8 bits",
+    "eight": "8 bits",
 }
 
 INTERVALS = "Dots: medians; bars: 95 % intervals"

@@ -25,6 +25,8 @@ def run(trial: Trial) -> None:
         from flashgap.reference import reference as function
     elif kind == "quality":
         from flashgap.quality import measure_quality as function
+    elif kind == "crossover":
+        from flashgap.crossover import crossover as function
     else:
         function = {
             "latency": latency,

@@ -223,6 +223,8 @@ def steps(workload: Any) -> tuple[float, float]:
             )
         case "prefill":
             return (workload.repeats + workload.warmup) * sum(workload.prompt_tokens), 0
+        case "crossover":  # a shape is a small part of a layer of a decode step
+            return 4 * workload.repeats * sum(workload.rows) / 5, 0
         case "quality":
             return 2 * workload.tokens, 0
         case "context":

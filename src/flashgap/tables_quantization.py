@@ -13,12 +13,37 @@ import pandas as pd
 
 from flashgap import limits, stats, tables
 from flashgap.look import name_of
+from flashgap.treatment import LINEAR_WAYS as WAYS
 
 if TYPE_CHECKING:
     from flashgap.results import Result
 
 MIB = 1024**2
 SHOWN_TIMES = 1.96  # standard errors, for means over dozens of windows
+# Rounding with the same settings and the output head alike: what each search starts from.
+FLOORS = {"awq": "rtn_head8", "awq_unsearched": "rtn_head8", "hqq": "rtn_head8", "autoawq": "rtn_head16"}
+COMPILED = {
+    "flash_optimised": "awq",
+    "mixed_best": "mixed",
+    "eight_best": "eight",
+}  # treatment -> its build's
+CROSSOVER_COLUMNS = [
+    "treatment",
+    "features_in",
+    "features_out",
+    "bits",
+    "rows",
+    "many_rows",
+    "value",
+    "low",
+    "high",
+    "blocks",
+    "observations",
+    "over",
+    "over_low",
+    "over_high",
+]
+ON_GRID = 0.1  # scales; rounding moves weights by 0.29 of them, one that lay on the grid already by none
 
 
 def losses(result: Result) -> pd.DataFrame:
@@ -41,7 +66,8 @@ def losses(result: Result) -> pd.DataFrame:
 def quality(result: Result) -> pd.DataFrame:
     """By build: perplexity over Standard's with its interval over windows, KL in nats, top-1 agreement.
 
-    Columns: treatment, value, low, high (perplexity ratio), kl_nats, top1, windows. Best first.
+    Columns: treatment, value, low, high (perplexity ratio), kl_nats, top1, windows, rounding (root mean square of
+    what it moved a weight, in scales; NaN if not known). Best first.
     """
     rows = []
     for treatment, group in losses(result).groupby("treatment", sort=False):
@@ -55,23 +81,29 @@ def quality(result: Result) -> pd.DataFrame:
                 "kl_nats": group["kl_nats"].mean(),
                 "top1": group["top1"].mean(),
                 "windows": len(group),
+                "rounding": _rounding(result, str(treatment)),
             }
         )
-    columns = ["treatment", "value", "low", "high", "kl_nats", "top1", "windows"]
+    columns = ["treatment", "value", "low", "high", "kl_nats", "top1", "windows", "rounding"]
     return pd.DataFrame(rows, columns=columns).sort_values("value", ignore_index=True)
 
 
-def removed(result: Result) -> pd.DataFrame:
-    """Share of round-to-nearest's extra loss that each other build does not have, paired by window.
+def _rounding(result: Result, treatment: str) -> float:
+    trials = (block.trials.get(treatment) for block in result.blocks)
+    known = [t.build["rounding"] for t in trials if t is not None and t.build.get("rounding") is not None]
+    return known[0] if known else np.nan
 
-    Like for like: builds with the output head at 16 bits are compared with rounding that leaves it so. Columns:
-    treatment, floor, value, low, high (shares, 1 is all), `lower`: whether the difference of losses excludes 0.
+
+def removed(result: Result) -> pd.DataFrame:
+    """Share of round-to-nearest's extra loss that each search of `FLOORS` removes, paired by window.
+
+    Columns: treatment, floor, value, low, high (shares, 1 is all), `lower`: whether the difference of losses
+    excludes 0.
     """
     wide = losses(result).pivot_table(index="window", columns="treatment", values="extra_nats")
     rows = []
-    for treatment in wide:
-        floor = "rtn_head16" if treatment.endswith("_head16") else "rtn"
-        if treatment == floor or floor not in wide or wide[floor].mean() <= 0:
+    for treatment, floor in FLOORS.items():
+        if treatment not in wide or floor not in wide or wide[floor].mean() <= 0:
             continue
         base = wide[floor].mean()
         low, mean, high = _mean((wide[floor] - wide[treatment]).to_numpy())
@@ -93,6 +125,19 @@ def speedups(
     """Standard's time over Flash's at each level of `by`: above 1 Flash is faster."""
     table = tables.ratios(result, metric, by, over=flash, under=standard)
     return table.assign(standard=standard, flash=flash)
+
+
+def task_ratio(result: Result, over: str, under: str) -> dict[str, Any] | None:
+    """Paired ratio of the task's time, `over` / `under`, by the slowest replica; None without a complete block."""
+    both = tables.paired_blocks(result, over, under)
+    pairs = list(zip(tables.slowest(both, over), tables.slowest(both, under), strict=True))
+    return tables.row(stats.paired_ratio(pairs)) if pairs else None
+
+
+def compiled_speeds(result: Result, standard: str = "standard_best") -> dict[str, float]:
+    """Decode speed of each build of `COMPILED` over Standard's at the smallest batch, both compiled, by build."""
+    tables_of = {build: speedups(result, standard, name) for name, build in COMPILED.items()}
+    return {build: float(table["value"].iloc[0]) for build, table in tables_of.items() if len(table)}
 
 
 def crossing(table: pd.DataFrame, by: str = "batch") -> int | None:
@@ -147,15 +192,88 @@ def graph_kernels(result: Result) -> pd.DataFrame:
 
 
 def pareto(qualities: pd.DataFrame, sizes: dict[str, float]) -> pd.DataFrame:
-    """Builds with their size: `treatment, value, low, high, mib, front` (no other is both smaller and better)."""
+    """Builds with their size: `treatment, value, low, high, mib, front` (no other is both smaller and better).
+
+    A build that gives back the grid of the file that its weights came from is on no front: it lost nothing there
+    that it would keep elsewhere.
+    """
     known = qualities[qualities["treatment"].isin(sizes)].copy()
     known["mib"] = [sizes[name] for name in known["treatment"]]
+    counts = known[~(known["rounding"] < ON_GRID)]
     known["front"] = [
-        not ((known["mib"] < row.mib) & (known["value"] <= row.value)).any()
-        and not ((known["mib"] <= row.mib) & (known["value"] < row.value)).any()
+        not row.rounding < ON_GRID
+        and not ((counts["mib"] < row.mib) & (counts["value"] <= row.value)).any()
+        and not ((counts["mib"] <= row.mib) & (counts["value"] < row.value)).any()
         for row in known.itertuples()
     ]
     return known
+
+
+def crossover(result: Result) -> pd.DataFrame:
+    """Every shape of a build's layers by rows: dense time over packed (above 1 packed is faster), and what dispatch costs.
+
+    Columns: treatment, features_in, features_out, bits, rows, many_rows (the build's threshold, NaN for none), value,
+    low, high, then `over`, `over_low`, `over_high`: as dispatched, over the faster of its two ways.
+    """
+    out = []
+    for name in dict.fromkeys(n for block in result.blocks for n in block.trials):
+        alone = tables.paired_blocks(result, name)
+        shapes = [block.trials[name].facts["shapes"] for block in alone.blocks]
+        for number, shape in enumerate(shapes[0] if shapes else []):
+            many = [s[number]["many_rows"] for s in shapes if s[number]["many_rows"] is not None]
+            for rows in tables.levels(alone, "packed_linear_s", "batch"):
+                at = {"batch": rows, "request": number}
+                times = {way: alone.groups(name, f"{way}_linear_s", **at) for way in WAYS}
+                if any(len(times[way]) < len(alone.blocks) for way in ("dense", "packed", "dispatched")):
+                    continue
+                over = stats.paired_ratio(list(zip(times["dispatched"], _faster(times), strict=True)))
+                out.append(
+                    {
+                        "treatment": name,
+                        **{key: shape[key] for key in ("features_in", "features_out", "bits")},
+                        "rows": rows,
+                        "many_rows": min(many) if many else np.nan,
+                        **tables.row(
+                            stats.paired_ratio(list(zip(times["dense"], times["packed"], strict=True)))
+                        ),
+                        "over": over.value,
+                        "over_low": over.low,
+                        "over_high": over.high,
+                    }
+                )
+    return pd.DataFrame(out, columns=CROSSOVER_COLUMNS)
+
+
+def _faster(times: dict[str, list[np.ndarray]]) -> list[np.ndarray]:
+    """The samples of the faster of the two ways that a layer can take, block by block."""
+    if len(times["expanded"]) < len(times["packed"]):
+        return times["packed"]
+    pairs = zip(times["packed"], times["expanded"], strict=True)
+    return [min(pair, key=lambda samples: float(np.median(samples))) for pair in pairs]
+
+
+def boundaries(table: pd.DataFrame) -> pd.DataFrame:
+    """By shape of `crossover`'s table: packed is shown faster up to `faster_to` rows and slower from `slower_from` on.
+
+    Between them, where neither is shown, lies the crossing. NaN where it is shown at no number of rows that was tried.
+    """
+    keys = ["treatment", "features_in", "features_out", "bits"]
+    out = []
+    for shape, group in table.groupby(keys, sort=False):
+        group = group.sort_values("rows")
+        ahead, behind = group["low"].to_numpy() > 1, group["high"].to_numpy() < 1
+        rows = group["rows"].to_numpy()
+        first = int(np.argmin(ahead)) if not ahead.all() else len(rows)  # the first that is not shown faster
+        last = len(rows) - int(np.argmin(behind[::-1])) if not behind.all() else 0
+        out.append(
+            {
+                **dict(zip(keys, shape, strict=True)),
+                "faster_to": rows[first - 1] if first else np.nan,
+                "slower_from": rows[last] if last < len(rows) else np.nan,
+                "many_rows": group["many_rows"].iloc[0],
+            }
+        )
+    return pd.DataFrame(out, columns=[*keys, "faster_to", "slower_from", "many_rows"])
 
 
 def sizes_mib(*results: Result) -> dict[str, float]:

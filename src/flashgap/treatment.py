@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+LINEAR_WAYS = ("dense", "packed", "expanded", "dispatched")  # of `CrossoverWorkload`
 SEARCHING = ("autoawq", "llmcompressor")  # quantizers that look at data
 
 
@@ -66,8 +67,10 @@ class QuantizationConfig(Frozen):
     `bits` a weight; `scheme` symmetric (zero point in the middle) or asymmetric; `per_channel` one scale for
     each output feature, else one for each `group_size` input features; `quantizer` the library that chooses
     the codes; `disable_search` leaves out its search over scales. `skip` names modules (suffixes) left
-    alone, `eight_bits` those that keep 8 bits in a configuration of 4. `execution`: `dequantize` expands to the model's dtype on every
-    forward pass (no low-bit kernel), `packed` multiplies with the codes as they are.
+    alone, `eight_bits` those that are rounded to 8 bits in a configuration of 4, symmetric with one scale a
+    channel, which is what 8-bit kernels take. `tied_embedding` reads the embedding from the 8-bit output head
+    where the model ties the two, and does nothing where it does not. `execution`: `dequantize` expands to the model's dtype on every forward pass (no low-bit
+    kernel), `packed` multiplies with the codes as they are.
     """
 
     bits: Literal[4, 8] = 4
@@ -78,6 +81,7 @@ class QuantizationConfig(Frozen):
     group_size: PositiveInt | None = 64
     skip: tuple[str, ...] = ("lm_head",)
     eight_bits: tuple[str, ...] = ()
+    tied_embedding: bool = False
     calibration: Calibration | None = None
     execution: Literal["dequantize", "packed"] = "dequantize"
 
@@ -102,9 +106,24 @@ class QuantizationConfig(Frozen):
             raise ValueError("quantizer: hqq optimises zero points, so scheme: symmetric means nothing to it")
         if self.calibration is not None and self.quantizer in ("rtn", "hqq"):
             raise ValueError(f"quantizer: {self.quantizer} looks at no data; remove calibration")
-        if self.execution == "packed" and self.bits != 4:
-            raise ValueError("execution: packed has a kernel for 4 bits; 8 bits want execution: dequantize")
+        channels = self.scheme == "symmetric" and self.per_channel
+        if self.execution == "packed" and self.bits == 8 and not channels:
+            raise ValueError(
+                "execution: packed runs 8 bits with one symmetric scale a channel; set scheme: symmetric, "
+                "per_channel: true, group_size: null, or execution: dequantize"
+            )
+        if self.tied_embedding and (self.execution != "packed" or self.bits_of("lm_head") != 8):
+            raise ValueError(
+                "tied_embedding: true reads rows of a packed 8-bit output head; want execution: packed and lm_head in "
+                "eight_bits, not in skip"
+            )
         return self
+
+    def bits_of(self, name: str) -> int:
+        """Bits of the linear layer `name`; 16 stands for left alone."""
+        if any(name.endswith(suffix) for suffix in self.skip):
+            return 16
+        return 8 if any(name.endswith(suffix) for suffix in self.eight_bits) else self.bits
 
     @property
     def searches(self) -> bool:
@@ -269,6 +288,14 @@ class QualityWorkload(Workload):
     window_tokens: int = Field(default=512, ge=2)
 
 
+class CrossoverWorkload(Workload):
+    """Seconds of one call of each shape of a build's packed layers, dense, packed, expanded and as dispatched, by `rows`."""
+
+    kind: Literal["crossover"]
+    rows: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    repeats: PositiveInt = 5
+
+
 class CeilingsWorkload(Workload):
     """Measured ceilings of the machine: bytes/s by working-set size, FLOP/s by dtype. Needs no model."""
 
@@ -297,6 +324,7 @@ AnyWorkload = Annotated[
     | TaskWorkload
     | CapacityWorkload
     | QualityWorkload
+    | CrossoverWorkload
     | CeilingsWorkload
     | ReferenceWorkload,
     Field(discriminator="kind"),

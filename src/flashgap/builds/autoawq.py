@@ -33,7 +33,7 @@ def quantize(
     """Codes by layer. Layers outside the decoder blocks, such as the output head, are rounded plainly."""
     if config.disable_search:
         return {name: _rounded(name, layer, config) for name, layer in layers.items()}
-    chunks, _ = calibration_chunks(tokenizer, config.calibration)
+    chunks = calibration_chunks(tokenizer, config.calibration)
     with quiet_libraries():
         found = _search(model, tokenizer, config, layers, chunks, tell)
         rest = {name: _rounded(name, layer, config) for name, layer in layers.items() if name not in found}

@@ -13,7 +13,6 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,21 +29,6 @@ MIN_PARAGRAPH = 200  # characters; shorter ones are headings, badges and lists
 MIN_PROSE_SHARE = 0.97  # of a paragraph's characters; below are tables, links and code
 
 
-@dataclass(frozen=True)
-class CalibrationRecord:
-    """Which tokens were used: `text` is a name or path, `sha256` of its content."""
-
-    text: str
-    sha256: str
-    samples: int
-    length_tokens: int
-    seed: int
-
-    def as_dict(self) -> dict[str, str | int]:
-        """For a build's record."""
-        return asdict(self)
-
-
 def calibration_text(name: str) -> tuple[str, str]:
     """Text and SHA-256 of `python_docs` or of a UTF-8 file."""
     if name == "python_docs":
@@ -57,12 +41,12 @@ def calibration_text(name: str) -> tuple[str, str]:
     return text, hashlib.sha256(text.encode()).hexdigest()
 
 
-def calibration_chunks(tokenizer: Any, calibration: Any) -> tuple[Tensor, CalibrationRecord]:
+def calibration_chunks(tokenizer: Any, calibration: Any) -> Tensor:
     """Token ids [samples, length_tokens], distinct pieces of the text drawn with the seed.
 
     Raises `BuildError` if the text has fewer such pieces than samples are asked for.
     """
-    text, sha256 = calibration_text(calibration.text)
+    text, _ = calibration_text(calibration.text)
     length, samples = calibration.length_tokens, calibration.samples
     ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = len(ids) // length
@@ -72,8 +56,7 @@ def calibration_chunks(tokenizer: Any, calibration: Any) -> tuple[Tensor, Calibr
             "asked for; lower samples or length_tokens, or give a longer text"
         )
     chosen = random.Random(calibration.seed).sample(range(pieces), samples)
-    chunks = torch.tensor([ids[i * length : (i + 1) * length] for i in chosen])
-    return chunks, CalibrationRecord(calibration.text, sha256, samples, length, calibration.seed)
+    return torch.tensor([ids[i * length : (i + 1) * length] for i in chosen])
 
 
 def other_english_text() -> tuple[str, str]:

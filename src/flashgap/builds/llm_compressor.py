@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from flashgap.builds.calibration import calibration_chunks
-from flashgap.builds.quantizers import Layers, Progress, checked, layer_bits, quiet_libraries
+from flashgap.builds.quantizers import (
+    Layers,
+    Progress,
+    checked,
+    layer_form,
+    quiet_libraries,
+    round_to_nearest,
+)
 from flashgap.builds.weights import BuildError, GroupedWeight
 
 GRID = 20  # scales tried per layer group
@@ -35,36 +42,47 @@ def quantize(
         modifiers: list[Any] = [QuantizationModifier(config_groups=_groups(config, layers))]
         chunks = None
         if not config.disable_search:
-            chunks, _ = calibration_chunks(tokenizer, config.calibration)
+            chunks = calibration_chunks(tokenizer, config.calibration)
             modifiers.insert(0, _awq(layers, chunks, tell))
         _run(model, modifiers, chunks)
         lost = [line for line in warned if "NaN" in line or "no activations" in line]
         if lost:
             raise BuildError(f"llmcompressor: {lost[0][:200]}")
         _remove_offloading(model)
-        weights = {name: _read(name, layer, layer_bits(config, name)) for name, layer in layers.items()}
+        weights = {
+            name: _read(name, layer, *layer_form(config, name, layer), config.bits)
+            for name, layer in layers.items()
+        }
     for name, layer in layers.items():
         model.set_submodule(name, _plain(layer))
     return weights
 
 
 def _groups(config: Any, layers: Layers) -> dict[str, Any]:
-    """One scheme for each number of bits, its layers by their exact names."""
+    """One scheme for each number of bits, its layers by their exact names.
+
+    Layers that are searched together must share a group size (version 0.14 fails otherwise), so the search sees
+    8-bit layers in groups too; `_read` gives them their one scale a channel.
+    """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    groups = {}
-    for bits in sorted({layer_bits(config, name) for name in layers}):
-        arguments = QuantizationArgs(
-            num_bits=bits,
-            type="int",
-            symmetric=config.scheme == "symmetric",
-            strategy="channel" if config.per_channel else "group",
-            group_size=None if config.per_channel else config.group_size,
-            observer=OBSERVER,
+    by_bits: dict[int, list[str]] = {}
+    for name, layer in layers.items():
+        by_bits.setdefault(layer_form(config, name, layer)[0], []).append(name)
+    return {
+        f"bits_{bits}": QuantizationScheme(
+            targets=names,
+            weights=QuantizationArgs(
+                num_bits=bits,
+                type="int",
+                symmetric=config.scheme == "symmetric",
+                strategy="channel" if config.per_channel else "group",
+                group_size=None if config.per_channel else config.group_size,
+                observer=OBSERVER,
+            ),
         )
-        names = [name for name in layers if layer_bits(config, name) == bits]
-        groups[f"bits_{bits}"] = QuantizationScheme(targets=names, weights=arguments)
-    return groups
+        for bits, names in by_bits.items()
+    }
 
 
 def _run(model: Any, modifiers: list[Any], chunks: Tensor | None) -> None:
@@ -125,8 +143,11 @@ def _awq(layers: Layers, chunks: Tensor, tell: Progress) -> Any:
     return Modifier(n_grid=GRID, duo_scaling=DUO_SCALING)
 
 
-def _read(name: str, layer: Any, bits: int) -> GroupedWeight:
-    """Signed codes and zero points of the calibrated layer, moved to 0..2**bits - 1."""
+def _read(name: str, layer: Any, bits: int, group: int, symmetric: bool, usual_bits: int) -> GroupedWeight:
+    """Signed codes and zero points of the calibrated layer, moved to 0..2**bits - 1; a layer of other than the usual
+    bits is rounded from the weight as the search left it."""
+    if bits != usual_bits:
+        return checked(name, layer.weight, round_to_nearest(layer.weight.detach(), bits, group, symmetric))
     from compressed_tensors.quantization import quantize as ct_quantize
 
     weight, scales = layer.weight.detach(), layer.weight_scale.detach()

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ import torch
 from torch import nn
 
 from flashgap import model_support, models
-from flashgap.builds import quantizers
-from flashgap.builds.packed import PackedLinear
+from flashgap.builds import dispatch, quantizers
+from flashgap.builds.calibration import calibration_text
+from flashgap.builds.packed import HeadEmbedding, PackedLinear
 from flashgap.builds.quantization import (
     DequantizedLinear,
     quantize_in_place,
@@ -35,25 +36,30 @@ from flashgap.builds.quantization import (
     replace,
     skeleton,
 )
-from flashgap.builds.weights import BuildError
+from flashgap.builds.weights import BuildError, GroupedWeight
 from flashgap.model_files import file_digest
 from flashgap.progress import note
 from flashgap.treatment import BuildSpec, ModelSpec
 
-FORMAT = 2  # of the saved files; a change makes every prepared build stale
+FORMAT = 5  # of the saved files; a change makes every prepared build stale
+ALIGNMENT = 64  # bytes; a vector register, a cache line
+QUANTIZED_FORMAT = 2  # of what a quantizer found
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Build:
     """A model ready to run. `resident_bytes` are its parameters and buffers, shared storage once;
-    `parameters` counts weights as the model means them, a 4-bit one as one."""
+    `parameters` counts weights as the model means them, a 4-bit one as one. `quantizer` is what is known of
+    how the codes were found: seconds, SHA-256 of the calibration text, and `rounding` (see `GroupedWeight`), the
+    mean over layers of 4 bits."""
 
     model: Any
     digest: str
     resident_bytes: int
     parameters: int
     in_process: bool = False
+    quantizer: dict[str, Any] = field(default_factory=dict)
 
 
 def load_build(model: ModelSpec, build: BuildSpec, device: str) -> Build:
@@ -61,9 +67,19 @@ def load_build(model: ModelSpec, build: BuildSpec, device: str) -> Build:
     if not build.lossy:
         return _finish(models.load(model, device), build_digest(model, build))
     if model.source == "random" and build.quantization:
-        return _finish(_make(model, build, device), build_digest(model, build), in_process=True)
+        return _finish(_make(model, build, device)[0], build_digest(model, build), in_process=True)
     folder = prepare_build(model, build)
-    return _finish(load_prepared(folder, model, device), folder.name)
+    return _finish(load_prepared(folder, model, device), folder.name, quantizer=quantizer_facts(folder.name))
+
+
+def quantizer_facts(digest: str) -> dict[str, Any]:
+    """`Build.quantizer` of a prepared build; empty for one that was made in process or read from a checkpoint."""
+    try:
+        facts = json.loads((models.cache_dir() / "builds" / digest / "build.json").read_text())
+    except FileNotFoundError:
+        return {}
+    found: dict[str, Any] = facts["quantizer"]
+    return found
 
 
 def build_digest(model: ModelSpec, build: BuildSpec) -> str:
@@ -78,7 +94,8 @@ def build_digest(model: ModelSpec, build: BuildSpec) -> str:
         return source[:16]
     # What its layers are laid out for is part of it: the same codes are packed differently elsewhere.
     layout = torch.backends.cpu.get_cpu_capability() if build.execution == "packed" else ""
-    facts = [source, build.model_dump(mode="json"), _quantizer(build), model.dtype, FORMAT, layout]
+    asked = build.model_dump(mode="json", exclude_defaults=True)
+    facts = [source, asked, _quantizer(build), model.dtype, FORMAT, layout]
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -97,30 +114,59 @@ def prepare_build(model: ModelSpec, build: BuildSpec, device: str = "cpu") -> Pa
     with FileLock(str(folder) + ".lock"):
         if not (folder / "model.safetensors").is_file():
             start_s = time.perf_counter()
-            made = _make(model, build, device)
-            _save(made, folder, {"made_s": time.perf_counter() - start_s})
+            made, quantizer = _make(model, build, device)
+            facts = {"made_s": time.perf_counter() - start_s, "quantizer": quantizer}
+            facts["many_rows"] = dispatch.thresholds(made) if build.execution == "packed" else {}
+            _save(made, folder, facts)
     return folder
 
 
-def _make(model: ModelSpec, build: BuildSpec, device: str) -> nn.Module:
-    """The build in memory, made from its checkpoint or by its quantizer."""
+def _make(model: ModelSpec, build: BuildSpec, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The build in memory, made from its checkpoint or by its quantizer, and `Build.quantizer`."""
     from flashgap.builds import formats
 
     dtype = DTYPES[model.dtype]
     spec = build.quantization
     if spec and (spec.quantizer, spec.execution, spec.bits) == ("rtn", "dequantize", 4):
-        return quantize_in_place(models.load(model, device), spec)
+        return quantize_in_place(models.load(model, device), spec), {}
     if spec and (
         model.source == "random" or spec.quantizer == "hqq"
     ):  # its free zero points fit no common format
         dense = models.load(model, device)
         tokenizer = models.tokenizer(model) if spec.searches else None
-        return replace(dense, quantizers.quantize_model(dense, tokenizer, spec, note), spec.execution, dtype)
+        found = quantizers.quantize_model(dense, tokenizer, spec, note)
+        made = replace(dense, found, spec.execution, dtype)
+        return _tied(made, spec.tied_embedding and _ties(model)), {"rounding": _rounding(found)}
     origin = build.checkpoint
     folder = models.checkpoint_folder(origin) if origin else quantized_folder(model, build, device)
     read = formats.read_checkpoint(folder)
     assert build.execution is not None
-    return replace(_dense(read, model, folder), read.weights, build.execution, dtype)
+    made = replace(_dense(read, model, folder), read.weights, build.execution, dtype)
+    facts = {} if spec is None else json.loads((folder / "quantized.json").read_text())
+    known = {key: facts[key] for key in ("quantize_s", "calibration_sha256", "rounding") if facts.get(key)}
+    return _tied(made, spec is not None and spec.tied_embedding and _ties(model)), known
+
+
+def _rounding(weights: dict[str, GroupedWeight]) -> float | None:
+    """Mean of `GroupedWeight.rounding` over the layers of 4 bits."""
+    known = [w.rounding for w in weights.values() if w.bits == 4 and w.rounding is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _ties(model: ModelSpec) -> bool:
+    """Whether the model, as it is published, has one weight for its embedding and its output head."""
+    random = model.source == "random"
+    config = (
+        models.random_config(model) if random else model_support.read_config(models.locate(model, _silent))
+    )
+    return bool(config.get_text_config().tie_word_embeddings)
+
+
+def _tied(model: nn.Module, tied: bool) -> nn.Module:
+    """`model`; its embedding gives way to one that reads the packed output head, if `tied`."""
+    if tied:
+        model.set_input_embeddings(HeadEmbedding(model.get_output_embeddings()))  # type: ignore[operator]
+    return model
 
 
 def _dense(read: Any, model: ModelSpec, folder: Path) -> nn.Module:
@@ -175,8 +221,8 @@ def quantized_folder(model: ModelSpec, build: BuildSpec, device: str = "cpu") ->
     spec = build.quantization
     assert spec is not None
     source = models.resolve(model, progress=_silent).digest
-    settings = spec.model_dump(mode="json", exclude={"execution"})
-    text = json.dumps([source, settings, _quantizer(build), model.dtype, FORMAT], sort_keys=True)
+    settings = spec.model_dump(mode="json", exclude={"execution", "tied_embedding"})
+    text = json.dumps([source, settings, _quantizer(build), model.dtype, QUANTIZED_FORMAT], sort_keys=True)
     folder = models.cache_dir() / "quantized" / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(str(folder) + ".lock"):
@@ -189,7 +235,14 @@ def quantized_folder(model: ModelSpec, build: BuildSpec, device: str = "cpu") ->
             dense = models.load(model, device)
             tokenizer = models.tokenizer(model) if spec.searches else None
             weights = quantizers.quantize_model(dense, tokenizer, spec, note)
-            made = {"settings": settings, "quantize_s": time.perf_counter() - start_s}
+            made = {
+                "settings": settings,
+                "quantize_s": time.perf_counter() - start_s,
+                "rounding": _rounding(weights),
+                "calibration_sha256": calibration_text(spec.calibration.text)[1]
+                if spec.calibration
+                else None,
+            }
             with whole_folder(folder) as partial:
                 formats.write_compressed_tensors(partial, dense, weights, models.locate(model, _silent))
                 (partial / "quantized.json").write_text(json.dumps(made, indent=1))
@@ -205,13 +258,14 @@ def load_prepared(folder: Path, model: ModelSpec, device: str) -> nn.Module:
     facts = json.loads((folder / "build.json").read_text())
     empty = model_support.skeleton(AutoConfig.from_pretrained(folder), model.dtype)
     skeleton(empty, {name: tuple(kept) for name, kept in facts["layers"].items()}, facts["execution"])
-    state = load_file(folder / "model.safetensors", device=device)
-    return _filled(
-        empty,
-        state,
-        device,
-        f"{folder}: tensors {{}} do not match the model; delete the folder and run again",
-    )
+    dispatch.apply(empty, facts["many_rows"])
+    embedding = empty.get_input_embeddings()
+    dropped = {
+        f"{name}.weight" for name, m in empty.named_modules() if m is embedding and facts["tied_embedding"]
+    }
+    state = {n: aligned(t) for n, t in load_file(folder / "model.safetensors", device=device).items()}
+    mismatch = f"{folder}: tensors {{}} do not match the model; delete the folder and run again"
+    return _tied(_filled(empty, state, device, mismatch, dropped), facts["tied_embedding"])
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -230,11 +284,11 @@ def parameter_count(model: nn.Module) -> int:
     )
 
 
-def _finish(model: nn.Module, digest: str, in_process: bool = False) -> Build:
+def _finish(model: nn.Module, digest: str, in_process: bool = False, quantizer: Any = None) -> Build:
     model.eval()
     _unfreeze(model)
     _touch(model)
-    return Build(model, digest, resident_bytes(model), parameter_count(model), in_process)
+    return Build(model, digest, resident_bytes(model), parameter_count(model), in_process, quantizer or {})
 
 
 def _unfreeze(model: nn.Module) -> None:
@@ -267,17 +321,32 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 def _save(model: Any, folder: Path, facts: dict[str, Any]) -> None:
     """Write the build's tensors, configuration and facts into `folder`."""
-    from safetensors.torch import save_file
-
     with whole_folder(folder) as partial:
         state = {k: v.contiguous() for k, v in _untied(model).items()}
-        save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
+        _save_aligned(state, partial / "model.safetensors")
         model.config.save_pretrained(partial)
         layers = quantized_layers(model)
         execution = "packed" if any(isinstance(m, PackedLinear) for m in model.modules()) else "dequantize"
         digest = file_digest(partial / "model.safetensors")
-        facts = facts | {"layers": layers, "execution": execution, "sha256": digest}
+        tied = isinstance(model.get_input_embeddings(), HeadEmbedding)
+        facts |= {"layers": layers, "execution": execution, "sha256": digest, "tied_embedding": tied}
         (partial / "build.json").write_text(json.dumps(facts, indent=1))
+
+
+def _save_aligned(state: dict[str, torch.Tensor], path: Path) -> None:
+    """safetensors aligns its data to 8 bytes, kernels want their weights at `ALIGNMENT`: its header is padded."""
+    from safetensors.torch import save_file
+
+    save_file(state, path, metadata={"format": "pt", "padding": ""})
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    if start % ALIGNMENT:
+        save_file(state, path, metadata={"format": "pt", "padding": " " * (-start % ALIGNMENT)})
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy if it does not start at a multiple of `ALIGNMENT`: the 8-bit kernel crashes then."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 @contextlib.contextmanager

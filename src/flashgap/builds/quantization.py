@@ -82,7 +82,8 @@ class DequantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]"""
-        return nn.functional.linear(x, self.weight(), self.bias)
+        # Made contiguous, because linear copies a frozen weight for every row of an input that is not.
+        return nn.functional.linear(x.contiguous(), self.weight(), self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.bits} bits, group {self.group_size}"

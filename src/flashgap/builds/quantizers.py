@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def target_layers(model: nn.Module, config: Any) -> Layers:
     if not layers:
         raise BuildError(f"no linear layer is left to quantize after skip {list(config.skip)}")
     for name, layer in layers.items():
-        group = group_size(config, layer)
+        _, group, _ = layer_form(config, name, layer)
         if layer.in_features % group or group % 2:
             raise BuildError(
                 f"{name}: group_size {group} does not divide {layer.in_features} input features into even groups; "
@@ -100,19 +101,17 @@ def target_layers(model: nn.Module, config: Any) -> Layers:
     return layers
 
 
-def group_size(config: Any, layer: nn.Linear) -> int:
-    """Input features a scale: all of them for a scale a channel."""
-    return layer.in_features if config.per_channel else int(config.group_size)
-
-
 def eight_bit_layers(config: Any) -> tuple[str, ...]:
     """Suffixes of layers that keep 8 bits in a configuration of 4."""
     return tuple(getattr(config, "eight_bits", ()))
 
 
-def layer_bits(config: Any, name: str) -> int:
-    """Bits of the layer `name`."""
-    return 8 if any(name.endswith(suffix) for suffix in eight_bit_layers(config)) else int(config.bits)
+def layer_form(config: Any, name: str, layer: nn.Linear) -> tuple[int, int, bool]:
+    """(bits, input features a scale, symmetric) of the layer `name`."""
+    if any(name.endswith(suffix) for suffix in eight_bit_layers(config)):
+        return 8, layer.in_features, True
+    group = layer.in_features if config.per_channel else int(config.group_size)
+    return int(config.bits), group, config.scheme == "symmetric"
 
 
 def legal_group_sizes(features: int) -> list[int]:
@@ -148,7 +147,8 @@ def checked(name: str, weight: Tensor, found: GroupedWeight) -> GroupedWeight:
             f"{name}: all codes are clipped in {int(clipped.sum())} of {clipped.numel()} groups: the zero point is "
             "outside the range of the codes; use another quantizer or skip the layer"
         )
-    return found
+    rounding = (error / found.scales.float().unsqueeze(-1)).square().mean().sqrt()
+    return replace(found, rounding=float(rounding))
 
 
 def round_to_nearest(weight: Tensor, bits: int, group: int, symmetric: bool) -> GroupedWeight:
@@ -181,10 +181,7 @@ def _rtn(model: Any, tokenizer: Any, config: Any, layers: Layers, tell: Progress
     weights = {}
     for name, layer in layers.items():
         weight = layer.weight.detach()
-        found = round_to_nearest(
-            weight, layer_bits(config, name), group_size(config, layer), config.scheme == "symmetric"
-        )
-        weights[name] = checked(name, weight, found)
+        weights[name] = checked(name, weight, round_to_nearest(weight, *layer_form(config, name, layer)))
     return weights
 
 
@@ -196,10 +193,13 @@ def _hqq(model: Any, tokenizer: Any, config: Any, layers: Layers, tell: Progress
     for number, (name, layer) in enumerate(layers.items(), 1):
         weight = layer.weight.detach()
         rows, columns = weight.shape
-        group = group_size(config, layer)
+        bits, group, symmetric = layer_form(config, name, layer)
+        if symmetric:  # a layer kept at 8 bits: it has no zero point to search for
+            weights[name] = checked(name, weight, round_to_nearest(weight, bits, group, symmetric))
+            continue
         codes, meta = Quantizer.quantize(
             weight,
-            nbits=layer_bits(config, name),
+            nbits=bits,
             group_size=group,
             optimize=not config.disable_search,
             axis=1,
@@ -207,9 +207,7 @@ def _hqq(model: Any, tokenizer: Any, config: Any, layers: Layers, tell: Progress
             device="cpu",
         )
         scales, zeros = (meta[key].view(rows, columns // group).to(weight.dtype) for key in ("scale", "zero"))
-        found = GroupedWeight(
-            codes.view(rows, columns).to(torch.uint8), scales, zeros, layer_bits(config, name)
-        )
+        found = GroupedWeight(codes.view(rows, columns).to(torch.uint8), scales, zeros, bits)
         weights[name] = checked(name, weight, found)
         if number % 50 == 0:
             tell(f"hqq: {number} of {len(layers)} layers")
