@@ -20,7 +20,6 @@ STEP_MS = {
     "flash_packed": 20.0,
     "standard_best": 12.0,
     "flash_optimised": 5.0,
-    "mixed_best": 5.5,
     "eight_best": 6.0,
 }
 
@@ -116,7 +115,7 @@ def results():
         "quality": quality_result(),
         "eager": speed_result("eager", ["standard", "flash_packed"]),
         "latency": speed_result("latency", ["standard", "flash"]),
-        "bits": speed_result("bits", ["standard_best", "flash_optimised", "mixed_best", "eight_best"]),
+        "bits": speed_result("bits", ["standard_best", "flash_optimised", "eight_best"]),
         "task": speed_result(
             "task", ["standard", "flash", "standard_best", "flash_optimised"], metric="task_s"
         ),

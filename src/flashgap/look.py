@@ -54,7 +54,6 @@ COLOURS = {
     "standard_best": SKY,
     "flash_packed": ORANGE,
     "flash_optimised": GREEN,
-    "mixed_best": PURPLE,
     "eight_best": ORANGE,
 }
 MARKERS = {
@@ -65,7 +64,6 @@ MARKERS = {
     "standard_best": "D",
     "flash_packed": "^",
     "flash_optimised": "P",
-    "mixed_best": "X",
     "eight_best": "v",
 }
 NAMES = {
@@ -76,7 +74,6 @@ NAMES = {
     "standard_best": "Standard, compiled",
     "flash_packed": "Flash, packed kernel",
     "flash_optimised": "Flash, optimised",
-    "mixed_best": "Mixed 4 and 8 bits, compiled",
     "eight_best": "8 bits, compiled",
     "rtn": "round to nearest, head at 4 bits",
     "rtn_head8": "round to nearest",

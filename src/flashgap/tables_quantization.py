@@ -22,11 +22,7 @@ MIB = 1024**2
 SHOWN_TIMES = 1.96  # standard errors, for means over dozens of windows
 # Rounding with the same settings and the output head alike: what each search starts from.
 FLOORS = {"awq": "rtn_head8", "awq_unsearched": "rtn_head8", "hqq": "rtn_head8", "autoawq": "rtn_head16"}
-COMPILED = {
-    "flash_optimised": "awq",
-    "mixed_best": "mixed",
-    "eight_best": "eight",
-}  # treatment -> its build's
+COMPILED = {"flash_optimised": "awq", "eight_best": "eight"}  # treatment -> its build
 CROSSOVER_COLUMNS = [
     "treatment",
     "features_in",
