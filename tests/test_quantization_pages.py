@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 from test_figures import ceilings_result, made
 
@@ -248,3 +249,24 @@ def test_what_lies_on_the_files_own_grid_is_on_no_front(results):
         "treatment"
     )
     assert points["front"].to_dict() == {"awq": False, "eight": True, "rtn_head8": True}
+
+
+def test_a_build_that_loops_where_standard_does_not_is_named(results):
+    """If this fails, a build that repeats itself passes with a bearable perplexity."""
+    result = quality_result()
+    texts = [{"prompt": "p", "standard": "one two", "build": "one  one\none"}]
+    for block in result.blocks:
+        rows = [
+            {"trial": name, "metric": m, "value": v, "request": 0, "iteration": -1}
+            for name, new in (("awq", 0.2), ("eight", 0.9))
+            for m, v in (("equal_tokens", 3.0), ("standard_new_share", 0.9), ("new_share", new))
+        ]
+        extra = pd.DataFrame(rows, columns=block.observations.columns).fillna(-1)
+        block.frame = pd.concat([block.observations, extra], ignore_index=True)
+        for name in ("awq", "eight"):
+            block.trials[name].facts["generation"] = texts
+    table = quantized.generation(result).set_index("treatment")
+    assert table["loops"].to_dict() == {"awq": 1, "eight": 0}
+    assert table.loc["awq", "text"] == "one one one"
+    assert any("AWQ falls into repetition" in line for line in words._quality(result))
+    assert len(quantized.quality(result)) == len(EXTRA)

@@ -634,6 +634,11 @@ def test_replay_misses_a_deleted_record_even_if_it_was_the_only_one(lab, monkeyp
     store.write_contents({"noise": [header.stem]})
     monkeypatch.setenv("FLASHGAP_REPLAY", "1")
     assert len(runner.measure(study, "noise").blocks) == 1
+    kept = header.read_text()
+    header.write_text(kept.replace('"status": "ok"', '"status":  "ok"', 1))
+    with pytest.raises(runner.ReplayError, match=f"{header.name} is not what was published"):
+        runner.measure(study, "noise")
+    header.write_text(kept)
     header.unlink()
     with pytest.raises(runner.ReplayError, match=header.name):
         runner.measure(study, "noise")

@@ -53,6 +53,10 @@ def test_the_key_does_not_depend_on_the_profile_but_on_what_is_measured(tmp_path
         ),
         ({"treatments": {"flash": {"engine": {"compile": True}}}}, "needs cache: static"),
         ({"builds": {"flash": {"quantization": {"bits": 3}}}}, "bits"),
+        (
+            {"experiments": {"noise": {"primary_metric": "speed"}}},
+            "'speed' is not measured by a workload of kind latency",
+        ),
         ({"seed": 2.5}, "seed"),
     ],
 )

@@ -180,6 +180,12 @@ def _quality(quality: Result) -> list[str]:
             f"What the search bought: {name_of(row.treatment)} removes **{row.value:.0%}** of the extra loss of "
             f"{name_of(row.floor)} ({interval(row.value, row.low, row.high)}); {shown}."
         )
+    written = tq.generation(quality)
+    looping = written[written["loops"] > 0]["treatment"]
+    if len(written):
+        lines.append(
+            f"Writing on their own, {', '.join(map(name_of, looping)) or 'no build'} falls into repetition where Standard does not."
+        )
     marked = table[table["rounding"] < tq.ON_GRID]["treatment"]
     known = table["rounding"].notna().sum()
     if known:

@@ -23,17 +23,17 @@ def publish(study: Study, only: Sequence[str] = ()) -> None:
     An opt-in experiment without local blocks keeps its reference. Raises `PublishError` or `RecordError`.
     """
     now, reference = present(study), Store.reference(study.profile)
-    contents = reference.contents()
+    published = {name: list(blocks) for name, blocks in reference.contents().items()}
     chosen = {name: finished_blocks(study, name, now) for name in only or study.experiments}
     for name, blocks in chosen.items():
         if not blocks:
             print(f"{name}: opt-in and not measured here; its reference stays as it is")
             continue
         files = reference.replace(name, blocks)
-        contents[name] = [block.block_id for block in blocks]
+        published[name] = [block.block_id for block in blocks]
         size_kib = sum(path.stat().st_size for path in files) / 1024
         print(f"{name}: {len(blocks)} blocks, {size_kib:.0f} KiB")
-    reference.write_contents(contents)
+    reference.write_contents(published)
     if any(block.header.provenance.get("dirty") for blocks in chosen.values() for block in blocks):
         print(
             "note: some of these were measured with uncommitted changes in the checkout; their records say so"

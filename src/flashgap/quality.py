@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgap.generation_check import check_generation
+
 CHUNK_ROWS = 128  # rows turned into float32 log-probabilities at a time; bounds memory at any vocabulary
 
 
@@ -78,7 +80,8 @@ def compare(reference: Sequence[Tensor], model: Any, ids: Sequence[int], window:
 
 
 def measure_quality(trial: Any, w: Any) -> None:
-    """`kl_nats`, `loss_nats`, `standard_loss_nats` and `top1_agreement`: means of each window, one row a window.
+    """`kl_nats`, `loss_nats`, `standard_loss_nats` and `top1_agreement`: means of each window, one row a window; then
+    what both write on their own (`generation_check`).
 
     Standard and the build are in memory together, so that no logits need be kept.
     """
@@ -107,6 +110,7 @@ def measure_quality(trial: Any, w: Any) -> None:
         }
         for metric, value in rows.items():
             trial.observations.add(metric, value, context_tokens=w.window_tokens, iteration=window)
+    check_generation(trial, standard)
 
 
 def _sums(ours: Tensor, theirs: Tensor, targets: Tensor) -> Tensor:

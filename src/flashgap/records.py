@@ -256,9 +256,10 @@ class Store:
                 except OSError as error:
                     raise write_error(path.parent, error) from None
 
-    def contents(self) -> dict[str, list[str]]:
-        """Experiment -> ids of the blocks that were published, so that a deleted one is missed even if it was
-        the only one; empty if nothing was published. `RecordError` if the list is unreadable."""
+    def contents(self) -> dict[str, dict[str, str]]:
+        """Experiment -> id of each block that was published -> SHA-256 of its header, so that a deleted one is missed even
+        if it was the only one, and an edited one is seen; empty if nothing was published. `RecordError` if the
+        list is unreadable."""
         path = self.root / CONTENTS
         try:
             return dict(json.loads(path.read_text())) if path.is_file() else {}
@@ -267,9 +268,17 @@ class Store:
                 f"{shown(path)}: unreadable list of records ({error}); restore it from git"
             ) from None
 
-    def write_contents(self, contents: dict[str, list[str]]) -> None:
-        """Replace the list that `contents` reads."""
+    def header_digest(self, experiment: str, block_id: str) -> str:
+        """SHA-256 of a block's header as it lies in the store."""
+        return hashlib.sha256((self.folder(experiment) / f"{block_id}.json").read_bytes()).hexdigest()
+
+    def write_contents(self, published: Mapping[str, Iterable[str]]) -> None:
+        """Replace the list that `contents` reads by the blocks `published`, by experiment, with their digests now."""
         try:
+            contents = {
+                experiment: {block_id: self.header_digest(experiment, block_id) for block_id in block_ids}
+                for experiment, block_ids in published.items()
+            }
             write_atomic(
                 self.root / CONTENTS, json.dumps(contents, indent=1, sort_keys=True).encode() + b"\n"
             )

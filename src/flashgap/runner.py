@@ -98,10 +98,16 @@ def replay(study: Study, experiment: str) -> Result:
     if problems:
         raise ReplayError(f"replay of {experiment}: {problems[0]}")
     promised = {block_id for block in blocks for block_id in block.header.series}
-    promised |= set(store.contents().get(experiment, []))
+    published = store.contents().get(experiment, {})
+    promised |= set(published)
     gone = sorted(promised - {block.block_id for block in blocks})
     if gone:
         raise ReplayError(f"replay of {experiment}: {where}/{gone[0]}.json is missing; restore it from git")
+    edited = [name for name, digest in published.items() if store.header_digest(experiment, name) != digest]
+    if edited:
+        raise ReplayError(
+            f"replay of {experiment}: {where}/{edited[0]}.json is not what was published; restore it from git"
+        )
     if not blocks and wanted.experiment.opt_in:
         return Result(experiment, [], [], NOT_MEASURED, "none", [], list(wanted.keys))
     if not blocks:

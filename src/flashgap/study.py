@@ -18,6 +18,7 @@ import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from flashgap.treatment import (
+    LINEAR_WAYS,
     AnyWorkload,
     BuildSpec,
     Checkpoint,
@@ -63,6 +64,22 @@ class Sampling(Frozen):
         return self
 
 
+SERVING = {"ttft_s", "itl_s", "e2e_s"}
+# What each kind of workload measures at every one of its points: a series stops by one of these.
+PRIMARY_METRICS = {
+    "latency": SERVING | {"tpot_s", "throughput_tokens_per_s"},
+    "prefill": {"ttft_s"},
+    "context": {"itl_s"},
+    "generation": SERVING,
+    "task": {"task_s", "throughput_tokens_per_s"},
+    "capacity": {"largest_batch"},
+    "quality": {"kl_nats", "loss_nats", "top1_agreement"},
+    "crossover": {f"{way}_linear_s" for way in LINEAR_WAYS},
+    "ceilings": {"read_bytes_per_s", "copy_bytes_per_s", "gemv_bytes_per_s", "matmul_bfloat16_flops_per_s"},
+    "reference": {"decode_step_s", "prefill_s"},
+}
+
+
 class TreatmentParams(Frozen):
     """A treatment as written in a parameter file: `build` names an entry of `builds`."""
 
@@ -103,6 +120,12 @@ class Study(Frozen):
                     f"treatments.{name}.build: '{treatment.build}' is not one of {sorted(self.builds)}"
                 )
         for name, experiment in self.experiments.items():
+            metrics = PRIMARY_METRICS[experiment.workload.kind]
+            if experiment.primary_metric not in metrics:
+                raise ValueError(
+                    f"experiments.{name}.primary_metric: '{experiment.primary_metric}' is not measured by a workload of kind "
+                    f"{experiment.workload.kind}; it has {sorted(metrics)}"
+                )
             unknown = [t for t in experiment.treatments if t not in self.treatments]
             if unknown:
                 raise ValueError(f"experiments.{name}.treatments: {unknown} not in {sorted(self.treatments)}")

@@ -23,6 +23,8 @@ SHOWN_TIMES = 1.96  # standard errors, for means over dozens of windows
 # Rounding with the same settings and the output head alike: what each search starts from.
 FLOORS = {"awq": "rtn_head8", "awq_unsearched": "rtn_head8", "hqq": "rtn_head8", "autoawq": "rtn_head16"}
 COMPILED = {"flash_optimised": "awq", "eight_best": "eight"}  # treatment -> its build
+GENERATION = ["equal_tokens", "standard_new_share", "new_share"]
+SHOWN_CHARACTERS = 90
 CROSSOVER_COLUMNS = [
     "treatment",
     "features_in",
@@ -45,6 +47,7 @@ ON_GRID = 0.1  # scales; rounding moves weights by 0.29 of them, one that lay on
 def losses(result: Result) -> pd.DataFrame:
     """Loss of each build less Standard's, and KL, by window: treatment, window, extra_nats, kl_nats, top1."""
     frame = result.frame()
+    frame = frame[frame["iteration"] >= 0]  # the rest is of generation
     if frame.empty:
         return pd.DataFrame(columns=["treatment", "window", "extra_nats", "kl_nats", "top1"])
     wide = frame.pivot_table(index=["trial", "iteration"], columns="metric", values="value").reset_index()
@@ -82,6 +85,33 @@ def quality(result: Result) -> pd.DataFrame:
         )
     columns = ["treatment", "value", "low", "high", "kl_nats", "top1", "windows", "rounding"]
     return pd.DataFrame(rows, columns=columns).sort_values("value", ignore_index=True)
+
+
+def generation(result: Result) -> pd.DataFrame:
+    """Whether each build still writes: columns treatment, equal_tokens (mean over prompts, before its text leaves
+    Standard's), new_share and standard_new_share (distinct runs of three tokens; lowest of the prompts), loops, text.
+
+    `loops` counts prompts whose new share is below half of Standard's; `text` is the first answer's beginning.
+    """
+    frame = result.frame()
+    frame = frame[frame["metric"].isin(GENERATION)] if len(frame) else frame
+    if frame.empty:
+        return pd.DataFrame(columns=["treatment", *GENERATION, "loops", "text"])
+    wide = frame.pivot_table(index=["trial", "request"], columns="metric", values="value").reset_index()
+    rows = []
+    for treatment, group in wide.groupby("trial", sort=False):
+        trial = next(block.trials[treatment] for block in result.blocks if treatment in block.trials)
+        rows.append(
+            {
+                "treatment": treatment,
+                "equal_tokens": group["equal_tokens"].mean(),
+                "standard_new_share": group["standard_new_share"].min(),
+                "new_share": group["new_share"].min(),
+                "loops": int((group["new_share"] < group["standard_new_share"] / 2).sum()),
+                "text": " ".join(trial.facts["generation"][0]["build"].split())[:SHOWN_CHARACTERS],
+            }
+        )
+    return pd.DataFrame(rows).sort_values("equal_tokens", ascending=False, ignore_index=True)
 
 
 def _rounding(result: Result, treatment: str) -> float:
