@@ -62,7 +62,7 @@ class Plan:
 
 def shards(shape: ModelShape, tensor_parallel: int = 1) -> dict[str, tuple[float, float]]:
     """Name -> (out, in) features of one device's part of each linear layer; not whole if it does not divide."""
-    cut = {}
+    cut: dict[str, tuple[float, float]] = {}
     for name, (rows, columns) in shape.linear_shapes.items():
         along_rows = name in COLUMN_PARALLEL
         cut[name] = (rows / tensor_parallel, columns) if along_rows else (rows, columns / tensor_parallel)
@@ -81,6 +81,8 @@ def broken_rules(
         found.append(f"{shape.kv_heads} key heads are not whole shares of {tensor_parallel} devices")
     if shape.heads % shape.kv_heads:
         found.append(f"{shape.heads} heads are not whole groups of {shape.kv_heads} key heads")
+    if shape.hidden % shape.heads:  # a rule of transformers' Llama, though heads have a width of their own
+        found.append(f"hidden width {shape.hidden} is not a multiple of {shape.heads} heads")
     if kernel.group_sizes and group_size not in kernel.group_sizes:
         found.append(f"group size {group_size} is none of {kernel.name}'s {list(kernel.group_sizes)}")
     for name, (rows, columns) in shards(shape, tensor_parallel).items():

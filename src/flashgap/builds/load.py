@@ -177,7 +177,7 @@ def _dense(read: Any, model: ModelSpec, folder: Path) -> nn.Module:
     if "lm_head" in read.weights:
         empty.config.tie_word_embeddings = False
     replaced = {f"{name}.weight" for name in read.weights}
-    return _filled(
+    return fill(
         empty,
         state,
         "cpu",
@@ -186,7 +186,7 @@ def _dense(read: Any, model: ModelSpec, folder: Path) -> nn.Module:
     )
 
 
-def _filled(
+def fill(
     empty: Any, state: dict[str, torch.Tensor], device: str, mismatch: str, replaced: Collection[str] = ()
 ) -> nn.Module:
     """The skeleton `empty` with the tensors of `state` as they are; those of `replaced` may be absent.
@@ -265,7 +265,7 @@ def load_prepared(folder: Path, model: ModelSpec, device: str) -> nn.Module:
     }
     state = {n: aligned(t) for n, t in load_file(folder / "model.safetensors", device=device).items()}
     mismatch = f"{folder}: tensors {{}} do not match the model; delete the folder and run again"
-    return _tied(_filled(empty, state, device, mismatch, dropped), facts["tied_embedding"])
+    return _tied(fill(empty, state, device, mismatch, dropped), facts["tied_embedding"])
 
 
 def resident_bytes(model: nn.Module) -> int:

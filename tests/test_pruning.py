@@ -1,0 +1,119 @@
+"""Pruning: a model that kept the wrong rows still runs, so what is left is compared with the original masked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flashgap.builds.pruning import IMPORTANCE, importance, prune
+from flashgap.builds.weights import BuildError
+from flashgap.cost import ModelShape, parameters
+
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+}
+CHUNKS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(5))
+
+
+def model_of(family: str):
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture(params=list(FAMILIES))
+def model(request):
+    return model_of(request.param)
+
+
+def masked(model, scores, shape):
+    """The original with what is pruned silenced: its key heads' and channels' output columns set to 0."""
+    for number, block in enumerate(model.model.layers):
+        width = shape.head_dim * shape.heads // shape.kv_heads
+        gone = scores.groups[number].argsort(descending=True, stable=True)[shape.kv_heads :]
+        for head in gone.tolist():
+            block.self_attn.o_proj.weight.data[:, head * width : (head + 1) * width] = 0
+        gone = scores.channels[number].argsort(descending=True, stable=True)[shape.intermediate :]
+        block.mlp.down_proj.weight.data[:, gone] = 0
+    return model
+
+
+@pytest.mark.parametrize("kind", IMPORTANCE)
+def test_the_smaller_model_computes_what_the_masked_one_does(model, kind, tmp_path):
+    """If this fails, heads and channels of different places were cut together, and the loss is blamed on pruning."""
+    shape = replace(ModelShape.from_config(model.config), kv_heads=2, heads=4, intermediate=40)
+    scores = importance(model, CHUNKS, kind)
+    smaller = prune(model, shape, scores)
+    assert sum(p.numel() for p in smaller.parameters()) == parameters(shape)
+    with torch.no_grad():
+        expected = masked(model, scores, shape)(input_ids=CHUNKS).logits
+        torch.testing.assert_close(smaller(input_ids=CHUNKS).logits, expected, atol=1e-5, rtol=1e-4)
+    smaller.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=CHUNKS).logits, smaller(input_ids=CHUNKS).logits)
+    assert again.generate(CHUNKS[:1], max_new_tokens=3, do_sample=False).shape == (1, 27)
+
+
+def test_blocks_go_whole_and_the_rest_keeps_its_order(model):
+    shape = replace(ModelShape.from_config(model.config), layers=2)
+    scores = importance(model, CHUNKS, "activation")
+    scores.blocks = torch.tensor([1.0, 0.0, 2.0])
+    smaller = prune(model, shape, scores)
+    assert sum(p.numel() for p in smaller.parameters()) == parameters(shape)
+    kept = smaller.model.layers
+    torch.testing.assert_close(kept[0].self_attn.q_proj.weight, model.model.layers[0].self_attn.q_proj.weight)
+    torch.testing.assert_close(kept[1].self_attn.q_proj.weight, model.model.layers[2].self_attn.q_proj.weight)
+    assert smaller.generate(CHUNKS[:1], max_new_tokens=3, do_sample=False).shape == (1, 27)
+
+
+@pytest.mark.parametrize("kind", IMPORTANCE)
+def test_what_does_nothing_goes_first(model, kind):
+    """A channel and a head whose outputs are ignored must score lowest by every measure of importance."""
+    block = model.model.layers[1]
+    block.mlp.down_proj.weight.data[:, 17] = 0
+    block.self_attn.o_proj.weight.data[:, 32:64] = 0  # the second key head's query heads
+    if kind == "magnitude":  # it also counts what feeds them
+        for weight in (
+            block.self_attn.q_proj.weight,
+            block.self_attn.k_proj.weight,
+            block.self_attn.v_proj.weight,
+        ):
+            weight.data.view(3, -1, 48)[1] = 0
+        fused = getattr(block.mlp, "gate_up_proj", None)
+        for weight in (
+            [fused.weight] if fused is not None else [block.mlp.gate_proj.weight, block.mlp.up_proj.weight]
+        ):
+            weight.data.view(-1, 96, 48)[:, 17] = 0
+    scores = importance(model, CHUNKS, kind)
+    assert int(scores.channels[1].argmin()) == 17
+    assert int(scores.groups[1].argmin()) == 1
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_bad_requests_are_named():
+    model = model_of("llama")
+    with pytest.raises(BuildError, match="'guess' is none of"):
+        importance(model, CHUNKS, "guess")
+    with pytest.raises(BuildError, match=r"taylor looks at data; set pruning\.calibration"):
+        importance(model, None, "taylor")
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(BuildError, match="NaN or infinite"):
+        importance(model, None, "magnitude")
