@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from flashgap import models
+from flashgap.builds.load import build_digest, load_build
 from flashgap.builds.pruning import IMPORTANCE, importance, prune
 from flashgap.builds.weights import BuildError
 from flashgap.cost import ModelShape, parameters
+from flashgap.treatment import BuildSpec, Calibration, ModelSpec, PruningConfig, QuantizationConfig
 
 SIZES = {
     "hidden_size": 48,
@@ -117,3 +121,81 @@ def test_bad_requests_are_named():
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(BuildError, match="NaN or infinite"):
         importance(model, None, "magnitude")
+
+
+WIDE = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+FEW = Calibration(samples=2, length_tokens=32)
+
+
+def pruning(**changes) -> PruningConfig:
+    return PruningConfig(**{"target": 0.4, "group_size": 32, "calibration": FEW} | changes)
+
+
+@pytest.fixture
+def folder_model(tmp_path, monkeypatch):
+    """A small model with random weights, saved as a folder with a tokenizer of bytes, and an empty cache."""
+    monkeypatch.setenv("FLASHGAP_CACHE", str(tmp_path / "cache"))
+    random = ModelSpec(source="random", config=WIDE)
+    monkeypatch.setattr(models, "tokenizer", lambda _: models.ByteTokenizer(512))
+    models.load(random, "cpu").save_pretrained(tmp_path / "model")
+    return ModelSpec(source="folder", id=str(tmp_path / "model"))
+
+
+PACKED = QuantizationConfig(group_size=32, skip=(), execution="packed")
+
+
+@pytest.mark.parametrize("method", ["width", "depth"])
+def test_a_pruned_build_is_made_once_and_then_quantized_like_any_model(folder_model, method):
+    """If this fails, pruned builds are measured with other weights than were judged, or pruned anew for each."""
+    alone = BuildSpec(pruning=pruning(method=method))
+    build = load_build(folder_model, alone, "cpu")
+    whole = load_build(folder_model, BuildSpec(), "cpu")
+    assert build.parameters / whole.parameters == pytest.approx(1 - build.pruning["removed"])
+    assert build.pruning["removed"] == pytest.approx(
+        0.4, abs=0.1
+    )  # of so small a model, a step is a large share
+    assert build.digest != whole.digest
+    assert load_build(folder_model, alone, "cpu").digest == build.digest
+    both = load_build(folder_model, BuildSpec(pruning=alone.pruning, quantization=PACKED), "cpu")
+    assert both.parameters == build.parameters + 512 * 96  # the head is untied
+    assert both.resident_bytes < build.resident_bytes
+    close = {name: p for name, p in build.model.named_parameters() if "norm" in name}
+    for name, parameter in close.items():
+        assert torch.equal(both.model.get_parameter(name), parameter)
+    ids = CHUNKS[:1]
+    with torch.no_grad():
+        ours, packed = build.model(input_ids=ids).logits, both.model(input_ids=ids).logits
+    assert nn.functional.cosine_similarity(ours.float(), packed.float(), dim=-1).mean() > 0.9
+
+
+def test_naive_pruning_that_leaves_the_kernel_fails_with_the_reason(folder_model):
+    spec = pruning(plan="naive", target=0.33)
+    build = load_build(folder_model, BuildSpec(pruning=spec), "cpu")
+    assert any("down_proj" in line for line in build.pruning["broken"])
+    with pytest.raises(BuildError, match=r"down_proj: group_size 32 does not divide"):
+        load_build(folder_model, BuildSpec(pruning=spec, quantization=PACKED), "cpu")
+
+
+def test_random_weights_are_pruned_in_process():
+    random = ModelSpec(source="random", config=WIDE)
+    spec = pruning(importance="magnitude", calibration=None)
+    build = load_build(random, BuildSpec(pruning=spec, quantization=PACKED), "cpu")
+    assert build.in_process
+    assert build.pruning["kv_heads"] < 3
+    assert build.digest == build_digest(random, BuildSpec(pruning=spec, quantization=PACKED))
+
+
+def test_a_target_that_no_width_meets_is_named(folder_model):
+    with pytest.raises(BuildError, match=r"pruning: no legal width for int4_cpu.*96 input features"):
+        load_build(folder_model, BuildSpec(pruning=pruning(group_size=64)), "cpu")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashgap import artefact, graphs
-from flashgap.builds.load import DTYPES, Build, build_digest, quantizer_facts
+from flashgap.builds.load import DTYPES, Build, build_digest, pruning_facts, quantizer_facts
 from flashgap.engine import Engine, EngineError, State
 from flashgap.graphs import Shape
 from flashgap.stored_weights import StoredWeights
@@ -34,8 +34,10 @@ def load(spec: TrialSpec) -> tuple[Build, ArtefactEngine]:
     except (OSError, ValueError):
         raise EngineError("the compiled graphs of this build are gone from the cache; run again") from None
     engine = ArtefactEngine(at, config, DTYPES[spec.model.dtype], spec.device)
-    facts = quantizer_facts(about["digest"])
-    return Build(None, about["digest"], about["resident_bytes"], about["parameters"], quantizer=facts), engine
+    facts, pruning = quantizer_facts(about["digest"]), pruning_facts(spec.model, spec.treatment.build)
+    return Build(
+        None, about["digest"], about["resident_bytes"], about["parameters"], quantizer=facts, pruning=pruning
+    ), engine
 
 
 class ArtefactEngine(Engine):

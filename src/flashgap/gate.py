@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgap import context, models
-from flashgap.treatment import Correctness, TrialSpec
+from flashgap.treatment import BuildSpec, Correctness, TrialSpec
 from flashgap.workload import fixed_shapes
 
 CHECKED_MODULES = tuple(
@@ -30,6 +30,7 @@ CHECKED_MODULES = tuple(
         "builds.load",
         "builds.quantization",
         "builds.packed",
+        "builds.pruning",
     )
 )
 GRAPH_MODULES = ("flashgap.artefact", "flashgap.compiled", "flashgap.graphs", "flashgap.stored_weights")
@@ -142,7 +143,10 @@ def check(spec: TrialSpec) -> dict[str, Any]:
         kernels, strangers = _check_kernels(build.model, engine, ids, spec)
     if standard:
         found = _check_quality(build.model, standard, ids, limits, facts)
-        problems += found if spec.workload.kind != "quality" else []  # there it is what is measured
+        # Where quality is what is measured, and of pruning alone, it is recorded and not judged.
+        judged = spec.workload.kind != "quality" and (build_spec.quantization or build_spec.checkpoint)
+        problems += found if judged else []
+        facts["compared_with"] = standard["name"]
     status = "incorrect" if problems else "kernel_mismatch" if strangers else "ok"
     return {
         "status": status,
@@ -203,11 +207,21 @@ def _held_out(spec: TrialSpec) -> tuple[list[int], str]:
 
 
 def _standard_facts(spec: TrialSpec, ids: list[int]) -> dict[str, Any]:
-    """What is needed of Standard, so that it can be freed before the build is loaded."""
+    """What is needed of Standard, so that it can be freed before the build is loaded.
+
+    A pruned and quantized build is held against the pruned model at its dense dtype: what pruning cost is measured, and
+    not for this check to judge, what packing it wrongly would cost is.
+    """
+    from flashgap.builds.load import load_build
     from flashgap.builds.quantization import targets
     from flashgap.quality import reference_logits
 
-    model = models.load(spec.model, spec.device)
+    build = spec.treatment.build
+    if build.pruning and build.quantization:
+        dense = BuildSpec(pruning=build.pruning)
+        model, name = load_build(spec.model, dense, spec.device).model, "the pruned model"
+    else:
+        model, name = models.load(spec.model, spec.device), "Standard"
     window = _window(model)
     sample = []
     rounding = spec.treatment.build.quantization
@@ -215,6 +229,7 @@ def _standard_facts(spec: TrialSpec, ids: list[int]) -> dict[str, Any]:
         layers = list(targets(model, rounding))
         sample = [layers[0], layers[len(layers) // 2], layers[-1]]
     return {
+        "name": name,
         "window": window,
         "logits": reference_logits(model, ids[: spec.correctness.tokens], window),
         "weights": {name: module.weight.detach().cpu().clone() for name, module in sample},

@@ -131,6 +131,32 @@ class QuantizationConfig(Frozen):
         return self.quantizer in SEARCHING and not self.disable_search
 
 
+class PruningConfig(Frozen):
+    """Structured pruning to `target`, a share of all parameters, before anything is quantized.
+
+    `method` takes heads with their key head and MLP channels (`width`), or whole blocks (`depth`). A `plan` that is `aligned`
+    keeps every layer legal for `kernel` with groups of `group_size` on `tensor_parallel` devices; `naive` ignores that.
+    `importance` says what goes first, and looks at `calibration` unless it is magnitude.
+    """
+
+    target: float = Field(gt=0, le=0.5)
+    method: Literal["width", "depth"] = "width"
+    plan: Literal["aligned", "naive"] = "aligned"
+    importance: Literal["activation", "magnitude", "taylor"] = "activation"
+    calibration: Calibration | None = None
+    kernel: Literal["int4_cpu", "int8_cpu", "int4_tinygemm", "bf16_amx", "bf16_tensor_cores"] = "int4_cpu"
+    group_size: PositiveInt | None = 64
+    tensor_parallel: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _complete(self) -> PruningConfig:
+        if self.importance != "magnitude" and self.calibration is None:
+            object.__setattr__(self, "calibration", Calibration())
+        if self.importance == "magnitude" and self.calibration is not None:
+            raise ValueError("importance: magnitude looks at no data; remove calibration")
+        return self
+
+
 class Checkpoint(Frozen):
     """A compressed checkpoint that exists: a folder, or a hub id, in AWQ, GPTQ, compressed-tensors or GGUF."""
 
@@ -141,8 +167,9 @@ class Checkpoint(Frozen):
 
 
 class BuildSpec(Frozen):
-    """A model made ready to run; neither `quantization` nor `checkpoint` is the Standard build."""
+    """A model made ready to run: pruned, then quantized; without either and without `checkpoint` the Standard build."""
 
+    pruning: PruningConfig | None = None
     quantization: QuantizationConfig | None = None
     checkpoint: Checkpoint | None = None
 
@@ -152,12 +179,14 @@ class BuildSpec(Frozen):
             raise ValueError(
                 "quantization and checkpoint exclude each other: a checkpoint is quantized already"
             )
+        if self.pruning and self.checkpoint:
+            raise ValueError("pruning and checkpoint exclude each other: a checkpoint is taken as it is")
         return self
 
     @property
     def lossy(self) -> bool:
         """Whether its weights are not Standard's."""
-        return self.quantization is not None or self.checkpoint is not None
+        return any(part is not None for part in (self.pruning, self.quantization, self.checkpoint))
 
     @property
     def execution(self) -> Literal["dequantize", "packed"] | None:

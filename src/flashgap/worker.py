@@ -160,6 +160,7 @@ def _describe(spec: TrialSpec, build: Any, verdict: dict[str, Any], outcome: dic
         "parameters": build.parameters,
         "in_process": build.in_process,
         **build.quantizer,
+        **({"pruning": build.pruning} if build.pruning else {}),
     }
     if build.digest != verdict["build"]:
         from flashgap import gate as checks

@@ -9,6 +9,7 @@ files, are quantized in process, and their peak says so: `Build.in_process`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import mmap
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 from flashgap import model_support, models
-from flashgap.builds import dispatch, quantizers
+from flashgap.builds import dispatch, pruning, quantizers
 from flashgap.builds.calibration import calibration_text
 from flashgap.builds.packed import HeadEmbedding, PackedLinear
 from flashgap.builds.quantization import (
@@ -39,10 +40,11 @@ from flashgap.builds.quantization import (
 from flashgap.builds.weights import BuildError, GroupedWeight
 from flashgap.model_files import file_digest
 from flashgap.progress import note
-from flashgap.treatment import BuildSpec, ModelSpec
+from flashgap.treatment import BuildSpec, ModelSpec, PruningConfig
 
 FORMAT = 5  # of the saved files; a change makes every prepared build stale
 ALIGNMENT = 64  # bytes; a vector register, a cache line
+PRUNED_FORMAT = 1  # of a pruned folder
 QUANTIZED_FORMAT = 2  # of what a quantizer found
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -52,7 +54,7 @@ class Build:
     """A model ready to run. `resident_bytes` are its parameters and buffers, shared storage once;
     `parameters` counts weights as the model means them, a 4-bit one as one. `quantizer` is what is known of
     how the codes were found: seconds, SHA-256 of the calibration text, and `rounding` (see `GroupedWeight`), the
-    mean over layers of 4 bits."""
+    mean over layers of 4 bits; `pruning` what `pruning.pruned_model` says."""
 
     model: Any
     digest: str
@@ -60,14 +62,22 @@ class Build:
     parameters: int
     in_process: bool = False
     quantizer: dict[str, Any] = field(default_factory=dict)
+    pruning: dict[str, Any] = field(default_factory=dict)
 
 
 def load_build(model: ModelSpec, build: BuildSpec, device: str) -> Build:
     """Load `build` of `model` on `device`, eval mode; prepares it first where it must."""
+    if build.pruning and model.source != "random":
+        folder = pruned_folder(model, build.pruning, device)
+        made = load_build(_folder_model(folder, model), unpruned(build), device)
+        return dataclasses.replace(made, pruning=pruning_facts(model, build))
     if not build.lossy:
         return _finish(models.load(model, device), build_digest(model, build))
-    if model.source == "random" and build.quantization:
-        return _finish(_make(model, build, device)[0], build_digest(model, build), in_process=True)
+    if model.source == "random" and not build.checkpoint:
+        dense, pruning = _pruned_random(model, build, device)
+        made_here = _make(model, build, device, dense)[0] if build.quantization else dense
+        found = _finish(made_here, build_digest(model, build), in_process=True)
+        return dataclasses.replace(found, pruning=pruning)
     folder = prepare_build(model, build)
     return _finish(load_prepared(folder, model, device), folder.name, quantizer=quantizer_facts(folder.name))
 
@@ -82,8 +92,21 @@ def quantizer_facts(digest: str) -> dict[str, Any]:
     return found
 
 
+def pruning_facts(model: ModelSpec, build: BuildSpec) -> dict[str, Any]:
+    """`Build.pruning` of a build whose pruned folder is there or can be made; empty without pruning."""
+    if not build.pruning or model.source == "random":
+        return {}
+    found: dict[str, Any] = json.loads((pruned_folder(model, build.pruning) / "pruned.json").read_text())
+    return found
+
+
 def build_digest(model: ModelSpec, build: BuildSpec) -> str:
-    """16 hex digits that identify the weights in memory: the source weights' digest and the build."""
+    """16 hex digits that identify the weights in memory: the source weights' digest and the build.
+
+    A build that is pruned is made first, where it is not yet: its weights are the source of what follows.
+    """
+    if build.pruning and model.source != "random":
+        return build_digest(_folder_model(pruned_folder(model, build.pruning), model), unpruned(build))
     if build.checkpoint:
         from flashgap.builds.formats import checkpoint_digest
 
@@ -121,18 +144,62 @@ def prepare_build(model: ModelSpec, build: BuildSpec, device: str = "cpu") -> Pa
     return folder
 
 
-def _make(model: ModelSpec, build: BuildSpec, device: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The build in memory, made from its checkpoint or by its quantizer, and `Build.quantizer`."""
+def unpruned(build: BuildSpec) -> BuildSpec:
+    """What is left to do to a model that is pruned already."""
+    return build.model_copy(update={"pruning": None})
+
+
+def _folder_model(folder: Path, model: ModelSpec) -> ModelSpec:
+    return ModelSpec(source="folder", id=str(folder), dtype=model.dtype)
+
+
+def pruned_folder(model: ModelSpec, spec: PruningConfig, device: str = "cpu") -> Path:
+    """The pruned model as a plain transformers folder, `<cache>/pruned/<digest>`; made once."""
+    from filelock import FileLock
+
+    from flashgap.builds import formats
+
+    source = models.resolve(model, progress=_silent).digest
+    settings = spec.model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps([source, settings, model.dtype, PRUNED_FORMAT], sort_keys=True)
+    folder = models.cache_dir() / "pruned" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(folder) + ".lock"):
+        if not (folder / "pruned.json").is_file():
+            note(f"pruning {spec.target:.0%} by {spec.method}, {spec.importance}; kept for later")
+            made, facts = pruning.pruned_model(models.load(model, device), models.tokenizer(model), spec)
+            with whole_folder(folder) as partial:
+                made.save_pretrained(partial)
+                for pattern in formats.TOKENIZER_FILES:
+                    for file in models.locate(model, _silent).glob(pattern):
+                        if file.name != "generation_config.json":  # the model has written its own
+                            shutil.copy(file, partial)
+                (partial / "pruned.json").write_text(json.dumps(facts, indent=1))
+    return folder
+
+
+def _pruned_random(model: ModelSpec, build: BuildSpec, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Random weights, pruned if `build` says so, and what is known of that."""
+    dense = models.load(model, device)
+    if not build.pruning:
+        return dense, {}
+    return pruning.pruned_model(dense, models.tokenizer(model), build.pruning)
+
+
+def _make(
+    model: ModelSpec, build: BuildSpec, device: str, dense: Any = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The build in memory, made from its checkpoint or by its quantizer (of `dense`, or of `model`), and `Build.quantizer`."""
     from flashgap.builds import formats
 
     dtype = DTYPES[model.dtype]
     spec = build.quantization
     if spec and (spec.quantizer, spec.execution, spec.bits) == ("rtn", "dequantize", 4):
-        return quantize_in_place(models.load(model, device), spec), {}
+        return quantize_in_place(dense or models.load(model, device), spec), {}
     if spec and (
         model.source == "random" or spec.quantizer == "hqq"
     ):  # its free zero points fit no common format
-        dense = models.load(model, device)
+        dense = dense or models.load(model, device)
         tokenizer = models.tokenizer(model) if spec.searches else None
         found = quantizers.quantize_model(dense, tokenizer, spec, note)
         made = replace(dense, found, spec.execution, dtype)

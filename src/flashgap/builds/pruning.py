@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashgap import model_support
+from flashgap import model_support, shapes
+from flashgap.builds.calibration import calibration_chunks, calibration_text
 from flashgap.builds.weights import BuildError
 from flashgap.cost import ModelShape
+from flashgap.treatment import PruningConfig
 
 IMPORTANCE = ("magnitude", "activation", "taylor")
 BATCH = 4  # calibration pieces of a forward pass
@@ -38,6 +41,33 @@ class Scores:
     channels: list[Tensor] = field(default_factory=list)
     groups: list[Tensor] = field(default_factory=list)
     blocks: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def pruned_model(model: Any, tokenizer: Any, spec: PruningConfig) -> tuple[Any, dict[str, Any]]:
+    """`model` pruned as `spec` says, and facts: sizes left, `removed` (share of parameters, counted), `broken` rules, seconds."""
+    start_s = time.perf_counter()
+    shape = ModelShape.from_config(model.config.get_text_config())
+    planned = {"naive": shapes.naive, "aligned": shapes.aligned}[spec.plan]
+    if spec.method == "depth":
+        planned = shapes.by_depth
+    try:
+        plan = planned(shape, spec.target, shapes.KERNELS[spec.kernel], spec.group_size, spec.tensor_parallel)
+    except shapes.PlanError as error:
+        raise BuildError(f"pruning: {error}") from None
+    chunks = calibration_chunks(tokenizer, spec.calibration) if spec.calibration else None
+    before = sum(p.numel() for p in model.parameters())
+    smaller = prune(model, plan.shape, importance(model, chunks, spec.importance))
+    facts = {
+        "layers": plan.shape.layers,
+        "heads": plan.shape.heads,
+        "kv_heads": plan.shape.kv_heads,
+        "intermediate": plan.shape.intermediate,
+        "removed": 1 - sum(p.numel() for p in smaller.parameters()) / before,
+        "broken": list(plan.broken),
+        "calibration_sha256": calibration_text(spec.calibration.text)[1] if spec.calibration else None,
+        "made_s": time.perf_counter() - start_s,
+    }
+    return smaller.requires_grad_(False), facts
 
 
 def importance(model: Any, chunks: Tensor | None, kind: str) -> Scores:
