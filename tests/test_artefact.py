@@ -94,8 +94,24 @@ def test_compiled_graphs_are_not_compiled_again(compiled):
     assert json.loads((at / "build.json").read_text())["digest"] == build.digest
 
 
-def test_a_trial_on_compiled_graphs(tmp_path, monkeypatch, compiled):
-    """From gate to record, with the graphs that are there."""
+TASK = SPEC.model_copy(
+    update={
+        "workload": TaskWorkload(
+            kind="task",
+            requests=2,
+            prompt_scale=0.01,
+            generated_scale=0.05,
+            max_context_tokens=128,
+            max_batch=2,
+            draw_seed=1,
+        )
+    }
+)
+
+
+@pytest.mark.parametrize("spec", [SPEC, TASK], ids=["latency", "task"])
+def test_a_trial_on_compiled_graphs(tmp_path, monkeypatch, compiled, spec):
+    """From gate to record, with the graphs that are there or are made now."""
     at, _, _ = compiled
     monkeypatch.setenv("FLASHGAP_CACHE", str(tmp_path))
     monkeypatch.setattr(artefact, "folder", lambda *_: at)
@@ -103,20 +119,21 @@ def test_a_trial_on_compiled_graphs(tmp_path, monkeypatch, compiled):
     link = tmp_path / "artefacts"
     link.mkdir()
     (link / at.name).symlink_to(at)
-    verdict = worker.gate_verdict(SPEC)
-    assert verdict is None
+    assert worker.gate_verdict(spec) is None
 
     class Pipe:
         def send(self, value):
             self.value = value
 
     pipe = Pipe()
-    worker.gate(SPEC.model_dump_json(), pipe)
+    worker.gate(spec.model_dump_json(), pipe)
     assert pipe.value["status"] == "ok", pipe.value["error"]
-    outcome = worker.run_trial(SPEC)
+    outcome = worker.run_trial(spec)
     assert outcome["status"] == "ok", outcome["error"]
-    assert outcome["kernels"]["decode_b2_t24"]["ran"].startswith("packed 4-bit matmul")
-    assert outcome["observations"]["metric"].count("itl_s") == 7
+    assert all(row["ran"].startswith("packed 4-bit matmul") for row in outcome["kernels"].values())
+    expected = {"itl_s": 7} if spec is SPEC else {"task_s": 1, "e2e_s": 2}
+    for metric, count in expected.items():
+        assert outcome["observations"]["metric"].count(metric) == count
     assert outcome["build"]["resident_bytes"] > 0
 
 

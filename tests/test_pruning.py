@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flashgap import models
 from flashgap.builds.load import build_digest, load_build
 from flashgap.builds.pruning import IMPORTANCE, importance, prune
+from flashgap.builds.recovery import divergence
 from flashgap.builds.weights import BuildError
 from flashgap.cost import ModelShape, parameters
-from flashgap.treatment import BuildSpec, Calibration, ModelSpec, PruningConfig, QuantizationConfig
+from flashgap.treatment import BuildSpec, Calibration, ModelSpec, PruningConfig, QuantizationConfig, Recovery
 
 SIZES = {
     "hidden_size": 48,
@@ -199,3 +200,29 @@ def test_random_weights_are_pruned_in_process():
 def test_a_target_that_no_width_meets_is_named(folder_model):
     with pytest.raises(BuildError, match=r"pruning: no legal width for int4_cpu.*96 input features"):
         load_build(folder_model, BuildSpec(pruning=pruning(group_size=64)), "cpu")
+
+
+def test_recovery_brings_a_pruned_model_nearer_to_the_whole_one(folder_model):
+    """Trained on purpose to a text of few symbols, so that there is something to lose and to win back."""
+    steps = Recovery(text=Calibration(samples=8, length_tokens=32), steps=30, rank=8, learning_rate=5e-3)
+    before = load_build(folder_model, BuildSpec(pruning=pruning()), "cpu")
+    after = load_build(folder_model, BuildSpec(pruning=pruning(recovery=steps)), "cpu")
+    assert after.parameters == before.parameters
+    assert after.pruning["recovery"]["steps"] == 30
+    assert after.pruning["recovery"]["last_loss"] < 0.8 * after.pruning["recovery"]["first_loss"]
+    ids = models.ByteTokenizer(512).encode(models.held_out_text()[0])[-512:]
+    truth = models.load(folder_model, "cpu")
+    with torch.no_grad():
+        ids = torch.tensor([ids])[:, :128]
+        nearer, farther = (
+            divergence(truth(input_ids=ids).logits, build.model(input_ids=ids).logits)
+            for build in (after, before)
+        )
+    assert nearer < farther
+
+
+def test_recovery_stops_within_its_time(folder_model):
+    hurried = Recovery(text=Calibration(samples=4, length_tokens=16), steps=10_000, budget_s=1.0)
+    build = load_build(folder_model, BuildSpec(pruning=pruning(recovery=hurried)), "cpu")
+    assert 1 <= build.pruning["recovery"]["steps"] < 10_000
+    assert build.pruning["recovery"]["seconds"] < 3.0

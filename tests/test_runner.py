@@ -49,7 +49,7 @@ def make_study(treatments="ab", start="fork", replicas=1, opt_in=False, limit=LI
             "experiments": {
                 "noise": {
                     "treatments": list(treatments),
-                    "primary_metric": "itl_s",
+                    "primary_metric": "task_s" if workload["kind"] == "task" else "itl_s",
                     "workload": workload,
                     "sampling": sampling,
                     "opt_in": opt_in,

@@ -32,35 +32,38 @@ def hub_folder(repo: str, revision: str | None, progress: Progress) -> Path:
         config = Path(huggingface_hub.hf_hub_download(repo, "config.json", revision=revision))
         check_raw_config(config.parent)
         check_supported(read_config(config.parent))
-        wanted: dict[str, Any] = {
-            "revision": revision,
-            "allow_patterns": HUB_PATTERNS,
-            "ignore_patterns": HUB_IGNORED,
-        }
-        plan = huggingface_hub.snapshot_download(repo, dry_run=True, **wanted)
-        missing_bytes = sum(file.file_size for file in plan if file.will_download)
-        check_space(repo, missing_bytes, Path(huggingface_hub.constants.HF_HUB_CACHE))
-        progress(f"{repo}: fetching {missing_bytes / 1e9:.1f} GB (an interrupted download is taken up again)")
-        folder = huggingface_hub.snapshot_download(repo, **wanted)
+        return _fetch(repo, revision, HUB_PATTERNS, progress)
+
+
+def hub_snapshot(repo: str, revision: str | None, progress: Progress) -> Path:
+    """The local snapshot of a checkpoint as it is, whatever its format; fetched if it is not here, or not whole."""
+    kept = kept_snapshot(repo, revision, gguf=True)
+    if kept is not None:
+        return kept
+    with hub_errors(repo, revision), plain_progress():
+        return _fetch(repo, revision, [*HUB_PATTERNS, "*.gguf"], progress)
+
+
+def _fetch(repo: str, revision: str | None, patterns: list[str], progress: Progress) -> Path:
+    """Download the files of `patterns`, if there is room for those that are missing."""
+    import huggingface_hub
+
+    wanted: dict[str, Any] = {
+        "revision": revision,
+        "allow_patterns": patterns,
+        "ignore_patterns": HUB_IGNORED,
+    }
+    plan = huggingface_hub.snapshot_download(repo, dry_run=True, **wanted)
+    missing_bytes = sum(file.file_size for file in plan if file.will_download)
+    check_space(repo, missing_bytes, Path(huggingface_hub.constants.HF_HUB_CACHE))
+    progress(f"{repo}: fetching {missing_bytes / 1e9:.1f} GB (an interrupted download is taken up again)")
+    folder = huggingface_hub.snapshot_download(repo, **wanted)
     progress(f"{repo}: ready")
     return Path(folder)
 
 
-def hub_snapshot(repo: str, revision: str | None) -> Path:
-    """The local snapshot of a checkpoint as it is, whatever its format; fetched if it is not here."""
-    import huggingface_hub
-
-    with hub_errors(repo, revision), plain_progress():
-        try:
-            kept = huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True)
-        except huggingface_hub.errors.LocalEntryNotFoundError:
-            patterns = [*HUB_PATTERNS, "*.gguf"]
-            kept = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns)
-    return Path(kept)
-
-
-def kept_snapshot(repo: str, revision: str | None) -> Path | None:
-    """A complete snapshot from an earlier download, or None."""
+def kept_snapshot(repo: str, revision: str | None, gguf: bool = False) -> Path | None:
+    """A complete snapshot from an earlier download, or None; with `gguf` one that has such a file will do."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -73,7 +76,7 @@ def kept_snapshot(repo: str, revision: str | None) -> Path | None:
     try:
         check_shards(folder)
     except ModelError:
-        return None
+        return folder if gguf and any(folder.glob("*.gguf")) else None
     return folder
 
 

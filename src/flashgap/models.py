@@ -97,12 +97,12 @@ def locate(model: ModelSpec, progress: Progress = print) -> Path:
     return folder
 
 
-def checkpoint_folder(checkpoint: Checkpoint) -> Path:
+def checkpoint_folder(checkpoint: Checkpoint, progress: Progress = print) -> Path:
     """The folder of a compressed checkpoint, fetched first if it is a hub id that is not here yet."""
     if checkpoint.source == "hub":
         from flashgap.hub import hub_snapshot
 
-        return hub_snapshot(checkpoint.id, checkpoint.revision)
+        return hub_snapshot(checkpoint.id, checkpoint.revision, progress)
     folder = project_root() / Path(checkpoint.id).expanduser()
     if not folder.exists():
         raise ModelError(f"builds: checkpoint.id: {checkpoint.id} does not exist; correct the path")

@@ -131,12 +131,25 @@ class QuantizationConfig(Frozen):
         return self.quantizer in SEARCHING and not self.disable_search
 
 
+class Recovery(Frozen):
+    """A short distillation of a pruned model from the whole one: adapters of `rank`, `steps` of `batch` pieces of `text`,
+    ended early at `budget_s` seconds, then merged."""
+
+    text: Calibration = Calibration(samples=96, length_tokens=256)
+    steps: PositiveInt = 96
+    batch: PositiveInt = 4
+    rank: PositiveInt = 16
+    learning_rate: PositiveFloat = 1e-3
+    budget_s: PositiveFloat = 240.0
+
+
 class PruningConfig(Frozen):
     """Structured pruning to `target`, a share of all parameters, before anything is quantized.
 
     `method` takes heads with their key head and MLP channels (`width`), or whole blocks (`depth`). A `plan` that is `aligned`
     keeps every layer legal for `kernel` with groups of `group_size` on `tensor_parallel` devices; `naive` ignores that.
-    `importance` says what goes first, and looks at `calibration` unless it is magnitude.
+    `importance` says what goes first, and looks at `calibration` unless it is magnitude. `recovery` distils from the
+    whole model afterwards.
     """
 
     target: float = Field(gt=0, le=0.5)
@@ -147,6 +160,7 @@ class PruningConfig(Frozen):
     kernel: Literal["int4_cpu", "int8_cpu", "int4_tinygemm", "bf16_amx", "bf16_tensor_cores"] = "int4_cpu"
     group_size: PositiveInt | None = 64
     tensor_parallel: PositiveInt = 1
+    recovery: Recovery | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> PruningConfig:

@@ -26,8 +26,10 @@ from torch import Tensor, nn
 
 from flashgap import model_support, shapes
 from flashgap.builds.calibration import calibration_chunks, calibration_text
+from flashgap.builds.recovery import recovered
 from flashgap.builds.weights import BuildError
 from flashgap.cost import ModelShape
+from flashgap.progress import note
 from flashgap.treatment import PruningConfig
 
 IMPORTANCE = ("magnitude", "activation", "taylor")
@@ -57,6 +59,9 @@ def pruned_model(model: Any, tokenizer: Any, spec: PruningConfig) -> tuple[Any, 
     chunks = calibration_chunks(tokenizer, spec.calibration) if spec.calibration else None
     before = sum(p.numel() for p in model.parameters())
     smaller = prune(model, plan.shape, importance(model, chunks, spec.importance))
+    recovery = None
+    if spec.recovery:
+        smaller, recovery = recovered(smaller, model, tokenizer, spec.recovery, note)
     facts = {
         "layers": plan.shape.layers,
         "heads": plan.shape.heads,
@@ -65,6 +70,7 @@ def pruned_model(model: Any, tokenizer: Any, spec: PruningConfig) -> tuple[Any, 
         "removed": 1 - sum(p.numel() for p in smaller.parameters()) / before,
         "broken": list(plan.broken),
         "calibration_sha256": calibration_text(spec.calibration.text)[1] if spec.calibration else None,
+        "recovery": recovery,
         "made_s": time.perf_counter() - start_s,
     }
     return smaller.requires_grad_(False), facts
