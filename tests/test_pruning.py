@@ -164,7 +164,7 @@ def test_a_pruned_build_is_made_once_and_then_quantized_like_any_model(folder_mo
     whole = load_build(folder_model, BuildSpec(), "cpu")
     assert build.parameters / whole.parameters == pytest.approx(1 - build.pruning["removed"])
     assert build.pruning["removed"] == pytest.approx(
-        0.4, abs=0.1
+        0.4, abs=0.15
     )  # of so small a model, a step is a large share
     assert build.digest != whole.digest
     assert load_build(folder_model, alone, "cpu").digest == build.digest
