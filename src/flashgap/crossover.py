@@ -7,6 +7,7 @@ pass: dense (the same weights at 16 bits, as in Standard), packed, expanded firs
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from flashgap.builds.dispatch import by_shape, turns
 from flashgap.builds.packed import PackedLinear
 
-LONGEST_S = 0.1  # a way that took longer for fewer rows is not tried for more
-SAMPLE = 4  # layers of a shape that take turns
+LONGEST_S = 0.02  # a way that took longer for fewer rows is not tried for more
+SAMPLE = 12  # layers of a shape that take turns
+SAMPLE_S = 0.002  # a timing takes as many calls as fill this
 
 
 @torch.inference_mode()
@@ -59,16 +61,19 @@ def _time_shape(trial: Any, number: int, layers: list[PackedLinear], w: Any) -> 
     turn, shuffled = turns(list(zip(layers, weights, strict=True))), random.Random(number)
     for rows in sorted(w.rows):
         x = torch.randn(rows, layers[0].in_features, dtype=dtype, device=device)
-        slow = set()
+        slow, rounds = set(), dict.fromkeys(calls, 1)
         for repeat in range(-1, w.repeats):
             ways = list(calls)
             shuffled.shuffle(ways)
             for way in ways:
+                count = rounds[way] * len(layers)
                 start_s = trial.engine.clock()
-                for _ in layers:
+                for _ in range(count):
                     calls[way](x, next(turn))
-                one_s = (trial.engine.clock() - start_s) / len(layers)
-                if repeat >= 0:
+                one_s = (trial.engine.clock() - start_s) / count
+                if repeat < 0:  # discarded, but for how many calls a timing wants
+                    rounds[way] = max(1, math.ceil(SAMPLE_S / (one_s * len(layers))))
+                else:
                     trial.observations.add(
                         f"{way}_linear_s", one_s, batch=rows, request=number, iteration=repeat
                     )
