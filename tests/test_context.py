@@ -136,3 +136,19 @@ def test_changed_files_of_a_compressed_checkpoint_are_noticed(tmp_path):
     before = context.files_digest(embedded, [theirs])
     (tmp_path / "model.safetensors").write_bytes(b"2")
     assert context.files_digest(embedded, [theirs]) != before
+
+
+def test_a_changed_gguf_file_is_seen(tmp_path, monkeypatch):
+    """If this fails, records of one checkpoint are given out for another one of the same name."""
+    monkeypatch.setenv("FLASHGAP_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    path = folder / "model.gguf"
+    seen = []
+    for content in (b"one", b"other", b"one"):
+        path.write_bytes(content)
+        by_folder, by_file = context.local_digest(str(folder)), context.local_digest(str(path))
+        assert by_folder == by_file is not None
+        seen.append(by_file)
+    assert seen[0] == seen[2] != seen[1]
+    assert context.local_digest(str(folder / "absent.gguf")) is None

@@ -169,16 +169,20 @@ def model_files_digest(model: ModelSpec) -> str | None:
 
 
 def local_digest(path: str) -> str | None:
-    """Digest of the weights and configuration in a local folder; None where a file is unreadable (loading names it).
+    """Digest of the weights and configuration in a local folder, or of a GGUF file; None where a file is unreadable
+    (loading names it).
 
     The same from every working directory, and by content: a touched file is the same file. File hashes are
     cached by path, size and time, so asking before every experiment is cheap.
     """
-    from flashgap.model_files import ModelError, folder_digest
+    from flashgap.model_files import ModelError, file_digest, folder_digest
 
-    folder = project_root() / Path(path).expanduser()
+    place = project_root() / Path(path).expanduser()
+    files = [place] if place.suffix == ".gguf" else sorted(place.glob("*.gguf"))
     try:
-        return folder_digest(folder)[:16] if folder.is_dir() else None
+        if files and not (place / "config.json").is_file():
+            return hashlib.sha256("\n".join(map(file_digest, files)).encode()).hexdigest()[:16]
+        return folder_digest(place)[:16] if place.is_dir() else None
     except (ModelError, OSError):
         return None
 
