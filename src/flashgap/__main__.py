@@ -104,9 +104,12 @@ def parameters(options: argparse.Namespace) -> dict[str, Any]:
 
 def plan(options: argparse.Namespace) -> None:
     from flashgap import plan as planning
+    from flashgap.study import StudyError
 
     study = load(options)
     print(planning.describe(study, list(study.experiments)))
+    for line in planning.refusals(study):
+        raise StudyError(line)
 
 
 def reproduce(options: argparse.Namespace) -> None:

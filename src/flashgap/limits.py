@@ -18,6 +18,7 @@ import pandas as pd
 
 from flashgap import cost, hardware, metrics, stats, tables
 from flashgap.cost import ModelShape
+from flashgap.plan import EMBEDDED_CONFIG
 from flashgap.study import Study
 from flashgap.treatment import Dtype, LatencyWorkload
 
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 # The embedded model's sizes, as its file says that `embedded.py` pins by hash: a replay has no model at hand.
-EMBEDDED = ModelShape(
-    layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, tied=True
-)
+EMBEDDED = ModelShape.from_config(EMBEDDED_CONFIG)
 BOUND_COLUMNS = ["treatment", "batch", "context_tokens", "ttft_s", "itl_s", "throughput_tokens_per_s"]
 
 

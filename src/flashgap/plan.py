@@ -6,21 +6,41 @@ before the first one is it a guess from bytes and operations, and then it is cal
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashgap.cost import CostError, ModelShape
 from flashgap.records import Store
 from flashgap.study import Study, project_root
-from flashgap.survey import ExperimentStatus, Wanted, expected_trial_s, status
+from flashgap.survey import (
+    ExperimentStatus,
+    RunnerError,
+    Wanted,
+    check_context,
+    expected_trial_s,
+    status,
+)
 from flashgap.treatment import ModelSpec, TrialSpec
 from flashgap.workload import batches, draw_task, fixed_shapes
 
 GIB = 1024**3
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 EMBEDDED_PARAMETERS = 134_515_008  # SmolLM2-135M, tied embeddings
+EMBEDDED_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
 # For guesses only: a slow laptop and a recent data-centre GPU, so that a guess is rather too long.
 ASSUMED = {"cpu": (10e9, 60e9), "cuda": (1.5e12, 150e12)}  # bytes/s, FLOP/s
 PROCESS_S = 2.0  # start, imports, load and checks of one trial, beyond the measurement
@@ -65,6 +85,57 @@ def describe(study: Study, experiments: list[str]) -> str:
         "| :-- | --: | --: | --: | :-- |",
     ]
     return "\n".join([*head, *rows, "", total_line(study, active)])
+
+
+def refusals(study: Study) -> list[str]:
+    """What would be refused once the model is at hand, one line each: prompts beyond its context, groups that divide no
+    layer. Only as far as its sizes are known without fetching it."""
+    config = known_config(study.model)
+    try:
+        shape = ModelShape.from_config(config) if config else None
+    except CostError:
+        shape = None
+    if config is None or shape is None:
+        return []
+    found = []
+    for name in study.experiments:
+        try:
+            check_context(study, name, config.get("max_position_embeddings"))
+        except RunnerError as error:
+            found.append(str(error))
+    asked = (study.treatments[t].build for e in study.experiments.values() for t in e.treatments)
+    for name in dict.fromkeys(asked):
+        build = study.builds[name]
+        found += [] if build.pruning else group_refusals(study, name, shape)
+    return found
+
+
+def group_refusals(study: Study, name: str, shape: ModelShape) -> list[str]:
+    """The first layer that the groups of build `name` do not divide, if there is one."""
+    spec = study.builds[name].quantization
+    if spec is None or spec.group_size is None:
+        return []
+    layers = [(k, columns) for k, (_, columns) in shape.linear_shapes.items() if spec.bits_of(k) == spec.bits]
+    return [
+        f"params/{study.profile}.yaml: builds.{name}.quantization.group_size: {spec.group_size} does not divide the {columns} "
+        f"input features of {layer}; choose a divisor, or name the layer in skip"
+        for layer, columns in layers
+        if columns % spec.group_size
+    ][:1]
+
+
+def known_config(model: ModelSpec) -> dict[str, Any] | None:
+    """The model's configuration as plain values, if it is at hand without fetching anything."""
+    if model.source == "random":
+        return dict(model.config or {})
+    if model.source == "embedded":
+        return EMBEDDED_CONFIG
+    path = project_root() / Path(str(model.id)).expanduser() / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def opted_in() -> bool:
