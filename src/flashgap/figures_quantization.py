@@ -89,7 +89,7 @@ def crossover(table: pd.DataFrame, result: Result) -> Figure:
     shapes, rows = list(dict.fromkeys(table["shape"])), sorted(set(table["rows"]))
     figure, (ax,) = canvas(
         "Where each shape crosses over",
-        "Time of a dense 16-bit layer over the packed kernel's, one call, eager; green: packed is faster, red: slower. Framed: the "
+        "Time of a dense 16-bit layer over the packed kernel's, one call, eager; blue: packed is faster, red: slower. Framed: the "
         "95 % interval holds 1, so the boundary runs there. Black line: from here on the build expands the weight first.",
         records_line(result),
         height_in=0.25 * len(shapes) + 0.1,
@@ -98,18 +98,20 @@ def crossover(table: pd.DataFrame, result: Result) -> Figure:
     )
     grid = table.pivot(index="shape", columns="rows", values="value").reindex(index=shapes, columns=rows)
     ax.pcolormesh(
-        np.log2(grid.to_numpy(dtype=float)), cmap="RdYlGn", vmin=-3, vmax=3, edgecolor="white", linewidth=0.6
+        np.log2(grid.to_numpy(dtype=float)), cmap="RdBu", vmin=-3, vmax=3, edgecolor="white", linewidth=0.6
     )
     for row in table.itertuples():
         x, y = rows.index(row.rows), shapes.index(row.shape)
-        ax.text(x + 0.5, y + 0.5, f"{row.value:.2g}", ha="center", va="center", fontsize=6.5)
+        shade = "white" if abs(np.log2(row.value)) > 2 else INK
+        ax.text(x + 0.5, y + 0.5, f"{row.value:.2g}", ha="center", va="center", fontsize=6.5, color=shade)
         if not (row.low > 1 or row.high < 1):
             ax.add_patch(Rectangle((x + 0.06, y + 0.06), 0.88, 0.88, fill=False, edgecolor=INK, linewidth=1))
     for y, shape in enumerate(shapes):
         many = table.loc[table["shape"] == shape, "many_rows"].iloc[0]
         if np.isfinite(many):
             edge = float(np.interp(np.log2(many), np.log2(rows), np.arange(len(rows)))) + 0.5
-            ax.plot([edge, edge], [y + 0.04, y + 0.96], color=INK, linewidth=2)
+            for ends in ((0.04, 0.26), (0.74, 0.96)):  # above and below the number
+                ax.plot([edge, edge], [y + end for end in ends], color=INK, linewidth=2)
     ax.set_xticks(np.arange(len(rows)) + 0.5, [str(r) for r in rows])
     ax.set_yticks(np.arange(len(shapes)) + 0.5, shapes)
     ax.grid(visible=False)
