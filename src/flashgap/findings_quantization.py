@@ -181,10 +181,12 @@ def _quality(quality: Result) -> list[str]:
             f"{name_of(row.floor)} ({interval(row.value, row.low, row.high)}); {shown}."
         )
     written = tq.generation(quality)
-    looping = written[written["loops"] > 0]["treatment"]
+    looping = [
+        f"{name_of(w.treatment)} ({w.loops} of {w.prompts} prompts)" for w in written.itertuples() if w.loops
+    ]
     if len(written):
         lines.append(
-            f"Writing on their own, {', '.join(map(name_of, looping)) or 'no build'} falls into repetition where Standard does not."
+            f"Writing greedily on their own, in a loop where Standard is not: {', '.join(looping) or 'no build'}."
         )
     marked = table[table["rounding"] < tq.ON_GRID]["treatment"]
     known = table["rounding"].notna().sum()

@@ -6,12 +6,14 @@ of two builds' losses in a window is free of how hard the window is. No torch.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from flashgap import limits, stats, tables
+from flashgap.generation_check import new_share
 from flashgap.look import name_of
 from flashgap.treatment import LINEAR_WAYS as WAYS
 
@@ -23,7 +25,7 @@ SHOWN_TIMES = 1.96  # standard errors, for means over dozens of windows
 # Rounding with the same settings and the output head alike: what each search starts from.
 FLOORS = {"awq": "rtn_head8", "awq_unsearched": "rtn_head8", "hqq": "rtn_head8", "autoawq": "rtn_head16"}
 COMPILED = {"flash_optimised": "awq", "eight_best": "eight"}  # treatment -> its build
-GENERATION = ["equal_tokens", "standard_new_share", "new_share"]
+END_OF_TURN = re.compile(r"<\|(?:im_end|eot_id|end|endoftext|end_of_text|user)\|>|</s>|<eos>|<end_of_turn>")
 SHOWN_CHARACTERS = 90
 CROSSOVER_COLUMNS = [
     "treatment",
@@ -89,29 +91,36 @@ def quality(result: Result) -> pd.DataFrame:
 
 def generation(result: Result) -> pd.DataFrame:
     """Whether each build still writes: columns treatment, equal_tokens (mean over prompts, before its text leaves
-    Standard's), new_share and standard_new_share (distinct runs of three tokens; lowest of the prompts), loops, text.
+    Standard's), standard_new_share and new_share (distinct runs of three words over all, lowest of the prompts), loops, text.
 
-    `loops` counts prompts whose new share is below half of Standard's; `text` is the first answer's beginning.
+    Each answer counts up to its end-of-turn mark, after which a model is run on only to keep lengths equal. `loops`
+    counts prompts whose new share is below half of Standard's; `text` is the first answer's beginning.
     """
-    frame = result.frame()
-    frame = frame[frame["metric"].isin(GENERATION)] if len(frame) else frame
-    if frame.empty:
-        return pd.DataFrame(columns=["treatment", *GENERATION, "loops", "text"])
-    wide = frame.pivot_table(index=["trial", "request"], columns="metric", values="value").reset_index()
+    frame = result.frame("equal_tokens")
     rows = []
-    for treatment, group in wide.groupby("trial", sort=False):
+    for treatment, group in frame.groupby("trial", sort=False):
         trial = next(block.trials[treatment] for block in result.blocks if treatment in block.trials)
+        answers = [(answer(t["standard"]), answer(t["build"])) for t in trial.facts["generation"]]
+        words = ([pair[side].split() for pair in answers] for side in (0, 1))
+        ours, theirs = ([new_share(said) for said in texts] for texts in words)  # type: ignore[arg-type]
         rows.append(
             {
                 "treatment": treatment,
-                "equal_tokens": group["equal_tokens"].mean(),
-                "standard_new_share": group["standard_new_share"].min(),
-                "new_share": group["new_share"].min(),
-                "loops": int((group["new_share"] < group["standard_new_share"] / 2).sum()),
-                "text": " ".join(trial.facts["generation"][0]["build"].split())[:SHOWN_CHARACTERS],
+                "equal_tokens": group["value"].mean(),
+                "standard_new_share": min(ours),
+                "new_share": min(theirs),
+                "loops": sum(b < a / 2 for a, b in zip(ours, theirs, strict=True)),
+                "prompts": len(answers),
+                "text": answers[0][1][:SHOWN_CHARACTERS],
             }
         )
-    return pd.DataFrame(rows).sort_values("equal_tokens", ascending=False, ignore_index=True)
+    columns = ["treatment", "equal_tokens", "standard_new_share", "new_share", "loops", "prompts", "text"]
+    return pd.DataFrame(rows, columns=columns).sort_values("equal_tokens", ascending=False, ignore_index=True)
+
+
+def answer(text: str) -> str:
+    """`text` up to the first mark that ends a turn, in one line."""
+    return " ".join(END_OF_TURN.split(text, maxsplit=1)[0].split())
 
 
 def _rounding(result: Result, treatment: str) -> float:
