@@ -276,6 +276,10 @@ def guess_s(spec: TrialSpec, count: int | None) -> float:
     bytes_per_s, flops_per_s = ASSUMED[spec.device]
     if spec.workload.kind == "ceilings":
         return PROCESS_S + sum(spec.workload.working_sets_bytes) * spec.workload.repeats * 20 / bytes_per_s
+    if spec.workload.kind == "gemm":  # each timing takes some milliseconds, or one call where that is longer
+        flops = 2 * sum(a * b for a, b in spec.workload.shapes) * sum(spec.workload.rows)
+        timings = len(spec.workload.shapes) * len(spec.workload.rows) * 2 * (spec.workload.repeats + 1)
+        return PROCESS_S + timings * 0.004 + 10 * flops / flops_per_s
     weights = (count or 1e9) * DTYPE_BYTES[spec.model.dtype]
     tokens, decode_steps = steps(spec.workload)
     slower = FLASH_SLOWDOWN if spec.treatment.build.execution == "dequantize" else 1.0

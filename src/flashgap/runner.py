@@ -42,7 +42,7 @@ from flashgap.survey import (
     stop_reason,
     survey,
 )
-from flashgap.treatment import TrialSpec
+from flashgap.treatment import WITHOUT_MODEL, TrialSpec
 
 __all__ = ["ReplayError", "RunnerError", "fresh", "measure", "replay", "require_devices", "status"]
 
@@ -212,7 +212,7 @@ def _until_enough(session: _Session, now: dict[str, Any], since: datetime | None
     wanted, store = session.wanted, session.store
     for note in notes:
         session.progress.say(note)
-    if wanted.experiment.workload.kind != "ceilings":
+    if wanted.experiment.workload.kind not in WITHOUT_MODEL:
         _provide_model(session)
     for _ in range(2 * wanted.experiment.sampling.max_blocks + 1):
         with _machine(session):

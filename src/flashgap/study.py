@@ -76,6 +76,7 @@ PRIMARY_METRICS = {
     "quality": {"kl_nats", "loss_nats", "top1_agreement"},
     "crossover": {f"{way}_linear_s" for way in LINEAR_WAYS},
     "ceilings": {"read_bytes_per_s", "copy_bytes_per_s", "gemv_bytes_per_s", "matmul_bfloat16_flops_per_s"},
+    "gemm": {"dense_gemm_s", "packed_gemm_s"},
     "reference": {"decode_step_s", "prefill_s"},
 }
 

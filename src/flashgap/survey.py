@@ -268,7 +268,7 @@ def remeasure_since() -> datetime | None:
 def context_needed_tokens(workload: AnyWorkload) -> int:
     """The longest context, in tokens, that `workload` asks of a model; 0 if it needs none."""
     match workload.kind:
-        case "ceilings" | "crossover":
+        case "ceilings" | "gemm" | "crossover":
             return 0
         case "context":
             return max(workload.context_tokens) + workload.steps

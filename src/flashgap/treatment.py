@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 LINEAR_WAYS = ("dense", "packed", "expanded", "dispatched")  # of `CrossoverWorkload`
+WITHOUT_MODEL = ("ceilings", "gemm")  # kinds of workload that look at the machine only
 SEARCHING = ("autoawq", "llmcompressor")  # quantizers that look at data
 
 
@@ -349,6 +350,17 @@ class CeilingsWorkload(Workload):
     repeats: PositiveInt = 7
 
 
+class GemmWorkload(Workload):
+    """Seconds of one matrix product [rows, in] x [out, in]^T, dense and packed at 4 bits, over `shapes` (out, in). Needs no model."""
+
+    kind: Literal["gemm"]
+    shapes: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(min_length=1)
+    rows: tuple[PositiveInt, ...] = (1, 8, 128)
+    group_size: PositiveInt = 64
+    dtype: Dtype = "bfloat16"
+    repeats: PositiveInt = 7
+
+
 class ReferenceWorkload(Workload):
     """Our prefill and decode times against `torch.utils.benchmark` on the same calls, interleaved."""
 
@@ -369,6 +381,7 @@ AnyWorkload = Annotated[
     | QualityWorkload
     | CrossoverWorkload
     | CeilingsWorkload
+    | GemmWorkload
     | ReferenceWorkload,
     Field(discriminator="kind"),
 ]

@@ -15,7 +15,7 @@ from typing import Any
 
 from flashgap.gate import gate_key as _gate_key
 from flashgap.gate import gate_verdict as _gate_verdict
-from flashgap.treatment import CeilingsWorkload, TrialSpec
+from flashgap.treatment import WITHOUT_MODEL, CeilingsWorkload, GemmWorkload, TrialSpec
 
 
 def gate_key(spec: TrialSpec | str) -> str:
@@ -95,9 +95,9 @@ def _steps(spec: TrialSpec, outcome: dict[str, Any], replica: int, replicas: int
 
     observations = Observations(replica if replicas > 1 else -1)
     outcome["observations"] = observations.columns
-    if spec.workload.kind == "ceilings":
+    if spec.workload.kind in WITHOUT_MODEL:
         lap("import")
-        _ceilings(spec, observations)
+        _without_model(spec, observations)
         lap("measure")
         return
     from flashgap import kernels, measure
@@ -182,11 +182,16 @@ def _same_kernels(found: dict[str, str], verdict: dict[str, Any]) -> None:
             raise _Refused("kernel_mismatch", f"{kind}: expected {expected}, ran {ran}")
 
 
-def _ceilings(spec: TrialSpec, observations: Any) -> None:
-    from flashgap import hardware
+def _without_model(spec: TrialSpec, observations: Any) -> None:
+    from flashgap import gemm, hardware
 
-    assert isinstance(spec.workload, CeilingsWorkload)
-    for row in hardware.measure_ceilings(spec.workload, spec.device, spec.threads):
+    w = spec.workload
+    if isinstance(w, GemmWorkload):
+        found = gemm.measure_gemm(w, spec.device, spec.threads)
+    else:
+        assert isinstance(w, CeilingsWorkload)
+        found = hardware.measure_ceilings(w, spec.device, spec.threads)
+    for row in found:
         known = {k: row[k] for k in ("batch", "context_tokens", "request", "iteration") if k in row}
         observations.add(row["metric"], row["value"], **known)
 
