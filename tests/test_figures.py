@@ -12,20 +12,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flashgap import figures, limits, look, tables
+from flashgap.plan import EMBEDDED_CONFIG as SHAPE
 from flashgap.records import Block, Header, TrialRecord, typed_frame
 from flashgap.results import Result
 from flashgap.study import Study
 
-SHAPE = {
-    "model_type": "llama",
-    "num_hidden_layers": 30,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
 WEIGHTS = {"standard": 269_060_352, "flash": 118_000_000}
 SLOW = {"standard": 1.0, "standard_again": 1.0, "standard_slowed": 1.05, "flash": 3.1}
 

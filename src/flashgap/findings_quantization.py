@@ -32,7 +32,7 @@ def quantization(results: Mapping[str, Result], used: pd.DataFrame) -> list[str]
     return lines or ["No experiment of this page has a complete block yet."]
 
 
-def _said(row: pd.Series) -> str:
+def _said(row: pd.Series | Mapping[str, float]) -> str:
     return interval(row["value"], row["low"], row["high"])
 
 
@@ -75,8 +75,7 @@ def _task(task: Result) -> list[str]:
     ):
         ratio = tq.task_ratio(task, standard, "flash_optimised")
         if ratio:
-            found = interval(ratio["value"], ratio["low"], ratio["high"])
-            lines.append(f"The task, {said} time over optimised Flash's: {found}.")
+            lines.append(f"The task, {said} time over optimised Flash's: {_said(ratio)}.")
     return lines
 
 
@@ -109,8 +108,8 @@ def _crossover(result: Result) -> list[str]:
         return []
     lines = []
     for row in tq.boundaries(table[table["treatment"] == "flash_packed"]).itertuples():
-        low = "no number of rows" if row.faster_to != row.faster_to else f"{int(row.faster_to)} rows"
-        high = "none that was tried" if row.slower_from != row.slower_from else f"{int(row.slower_from)}"
+        low = "no number of rows" if pd.isna(row.faster_to) else f"{int(row.faster_to)} rows"
+        high = "none that was tried" if pd.isna(row.slower_from) else f"{int(row.slower_from)}"
         lines.append(
             f"Eager, {row.bits} bits, {row.features_in} to {row.features_out} features: packed is shown faster than dense up to {low}, "
             f"slower from {high} on."
@@ -160,9 +159,8 @@ def _memory(memory: Result) -> list[str]:
     for flash, standard in (("flash_packed", "standard"), ("flash_optimised", "standard_best")):
         ratio = tq.memory_ratio(memory, flash, standard, "initialisation_peak", "peak_rss_bytes")
         if ratio:
-            said = interval(ratio["value"], ratio["low"], ratio["high"])
             lines.append(
-                f"Peak to the first token, {name_of(flash)} / {name_of(standard)}: {said} (published: 1.23)."
+                f"Peak to the first token, {name_of(flash)} / {name_of(standard)}: {_said(ratio)} (published: 1.23)."
             )
     return lines
 

@@ -6,7 +6,6 @@ before the first one is it a guess from bytes and operations, and then it is cal
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgap.cost import CostError, ModelShape
+from flashgap.model_files import ModelError, raw_config
 from flashgap.records import Store
 from flashgap.study import Study, project_root
 from flashgap.survey import (
@@ -130,12 +130,10 @@ def known_config(model: ModelSpec) -> dict[str, Any] | None:
         return dict(model.config or {})
     if model.source == "embedded":
         return EMBEDDED_CONFIG
-    path = project_root() / Path(str(model.id)).expanduser() / "config.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return raw_config(project_root() / Path(str(model.id)).expanduser())
+    except ModelError:
         return None
-    return found
 
 
 def opted_in() -> bool:

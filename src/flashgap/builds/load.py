@@ -45,6 +45,7 @@ from flashgap.treatment import BuildSpec, ModelSpec, PruningConfig
 FORMAT = 5  # of the saved files; a change makes every prepared build stale
 ALIGNMENT = 64  # bytes; a vector register, a cache line
 PRUNED_FORMAT = 1  # of a pruned folder
+PRUNED_FACTS = "pruned.json"  # in it: what `pruning.pruned_model` says
 QUANTIZED_FORMAT = 2  # of what a quantizer found
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -70,7 +71,7 @@ def load_build(model: ModelSpec, build: BuildSpec, device: str) -> Build:
     if build.pruning and model.source != "random":
         folder = pruned_folder(model, build.pruning, device)
         made = load_build(_folder_model(folder, model), unpruned(build), device)
-        return dataclasses.replace(made, pruning=pruning_facts(model, build))
+        return dataclasses.replace(made, pruning=json.loads((folder / PRUNED_FACTS).read_text()))
     if not build.lossy:
         return _finish(models.load(model, device), build_digest(model, build))
     if model.source == "random" and not build.checkpoint:
@@ -96,7 +97,7 @@ def pruning_facts(model: ModelSpec, build: BuildSpec) -> dict[str, Any]:
     """`Build.pruning` of a build whose pruned folder is there or can be made; empty without pruning."""
     if not build.pruning or model.source == "random":
         return {}
-    found: dict[str, Any] = json.loads((pruned_folder(model, build.pruning) / "pruned.json").read_text())
+    found: dict[str, Any] = json.loads((pruned_folder(model, build.pruning) / PRUNED_FACTS).read_text())
     return found
 
 
@@ -165,7 +166,7 @@ def pruned_folder(model: ModelSpec, spec: PruningConfig, device: str = "cpu") ->
     folder = models.cache_dir() / "pruned" / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(str(folder) + ".lock"):
-        if not (folder / "pruned.json").is_file():
+        if not (folder / PRUNED_FACTS).is_file():
             note(f"pruning {spec.target:.0%} by {spec.method}, {spec.importance}; kept for later")
             made, facts = pruning.pruned_model(models.load(model, device), models.tokenizer(model), spec)
             with whole_folder(folder) as partial:
@@ -174,7 +175,7 @@ def pruned_folder(model: ModelSpec, spec: PruningConfig, device: str = "cpu") ->
                     for file in models.locate(model, _silent).glob(pattern):
                         if file.name != "generation_config.json":  # the model has written its own
                             shutil.copy(file, partial)
-                (partial / "pruned.json").write_text(json.dumps(facts, indent=1))
+                (partial / PRUNED_FACTS).write_text(json.dumps(facts, indent=1))
     return folder
 
 

@@ -7,6 +7,7 @@ from the teacher's (Hinton et al. 2015, arXiv:1503.02531; Hu et al. 2021, arXiv:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,7 @@ def recovered(
             loss = divergence(truth, wrapped(input_ids=ids, use_cache=False).logits)
             loss.backward()
         losses.append(float(loss.detach()))
-        if losses[-1] != losses[-1] or losses[-1] in (float("inf"), float("-inf")):
+        if not math.isfinite(losses[-1]):
             raise BuildError(
                 f"pruning.recovery: the loss is {losses[-1]} at step {step}; lower learning_rate"
             )
