@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny import LLAMA
 
-from flashgap import artefact, graphs, models, worker, workload
+from flashgap import artefact, gate, graphs, models, worker, workload
 from flashgap.artefact import count_calls
 from flashgap.builds.load import load_build
-from flashgap.compiled import ArtefactEngine
+from flashgap.compiled import ArtefactEngine, race_missing
 from flashgap.engine import Engine, EngineError
 from flashgap.graphs import Shape
 from flashgap.treatment import (
@@ -92,6 +92,58 @@ def test_compiled_graphs_are_not_compiled_again(compiled):
     assert told == []
     assert {path: path.stat().st_mtime_ns for path in at.glob("*.pt2")} == before
     assert json.loads((at / "build.json").read_text())["digest"] == build.digest
+
+
+def test_many_rows_may_read_a_copy_where_it_was_faster(tmp_path):
+    """If this fails, a prompt runs on the slower of two graphs, or on one whose weights are not the build's."""
+    build = load_build(MODEL, PACKED, "cpu")
+    few, many = Shape("decode", 2, 24), Shape("prefill", 1, 16)
+    told: list[str] = []
+    artefact.compile_missing(build, tmp_path, [few, many], "cpu", told.append, copies=True)
+    assert sum(line.startswith("compiling") for line in told) == 3, "few rows want no copy"
+    assert artefact.available(tmp_path, copies=True)[many]["file"] == "prefill_b1_t16.pt2", "not raced yet"
+
+    facts = json.loads((tmp_path / "prefill_b1_t16_copy.json").read_text())
+    artefact.write(tmp_path / "prefill_b1_t16_copy.json", {**facts, "race": {"packed_s": 2.0, "copy_s": 1.0}})
+    assert artefact.available(tmp_path)[many]["file"] == "prefill_b1_t16.pt2", "copies were not asked for"
+    engine = ArtefactEngine(tmp_path, build.model.config, torch.float32, copies=True)
+    assert engine.graphs[many]["file"] == "prefill_b1_t16_copy.pt2"
+    prompts = [list(range(5, 18)), list(range(40, 47))]
+    assert engine.generate(prompts, 6).tokens == Engine(build.model).generate(prompts, 6).tokens
+    rows = artefact.kernel_rows(tmp_path, build.model, [few, many], copies=True)
+    assert rows[many.name]["expected"] == rows[many.name]["ran"] == "dense matmul"
+    assert rows[many.name]["race"] == {"packed_s": 2.0, "copy_s": 1.0}
+    assert rows[few.name]["ran"] == "packed 4-bit matmul x 15"
+
+    (tmp_path / "prefill_b1_t16_copy.pt2").unlink()
+    told.clear()
+    artefact.compile_missing(build, tmp_path, [few, many], "cpu", told.append, copies=True)
+    assert [line.split(" (")[0] for line in told[:1]] == ["compiling prefill_b1_t16 on a 16-bit copy"]
+    race_missing(tmp_path, build.model, "cpu", told.append)
+    won = artefact.races(tmp_path)[many]
+    assert won["packed_s"] > 0
+    assert won["copy_s"] > 0
+    lost = not artefact.copy_wins({"race": won})
+    assert (tmp_path / "prefill_b1_t16_copy.pt2").is_file() != lost
+    told.clear()
+    artefact.compile_missing(build, tmp_path, [few, many], "cpu", told.append, copies=True)
+    race_missing(tmp_path, build.model, "cpu", told.append)
+    assert told == [], "what lost is not made again"
+
+
+def test_a_verdict_is_void_without_its_graphs(tmp_path, monkeypatch):
+    """If this fails, a trial starts on graphs that someone deleted, and fails in every block."""
+    monkeypatch.setenv("FLASHGAP_CACHE", str(tmp_path))
+    at = tmp_path / "artefacts" / "key"
+    at.mkdir(parents=True)
+    files = ["prefill_b1_t16.pt2", "prefill_b1_t16.json"]
+    for name in ("build.json", *files):
+        (at / name).touch()
+    verdict = {"status": "ok", "error": None, "correctness": {}, "kernels": {}, "build": "x"}
+    gate.keep_verdict(SPEC, {**verdict, "graphs": {"folder": "key", "files": files}})
+    assert gate.gate_verdict(SPEC) is not None
+    (at / files[0]).unlink()
+    assert gate.gate_verdict(SPEC) is None
 
 
 TASK = SPEC.model_copy(

@@ -254,20 +254,19 @@ def test_what_lies_on_the_files_own_grid_is_on_no_front(results):
 def test_a_build_that_loops_where_standard_does_not_is_named(results):
     """If this fails, a build that repeats itself passes with a bearable perplexity."""
     result = quality_result()
-    good = "Because light is scattered by air, and blue light more than red.<|im_end|><|im_end|><|im_end|><|im_end|>"
-    builds = {"awq": "one  one\none one one one one one", "eight": good}
+    builds = {"awq": ("one  one\none one one", 0.1), "eight": ("Because light is scattered.", 0.9)}
     for block in result.blocks:
         rows = [
-            {"trial": name, "metric": "equal_tokens", "value": 3.0, "request": 0, "iteration": -1}
-            for name in builds
+            {"trial": name, "metric": metric, "value": value, "request": 0, "iteration": -1}
+            for name, (_, new) in builds.items()
+            for metric, value in (("equal_tokens", 3.0), ("standard_new_share", 0.9), ("new_share", new))
         ]
         extra = pd.DataFrame(rows, columns=block.observations.columns).fillna(-1)
         block.frame = pd.concat([block.observations, extra], ignore_index=True)
-        for name, text in builds.items():
-            block.trials[name].facts["generation"] = [{"prompt": "p", "standard": good, "build": text}]
+        for name, (text, _) in builds.items():
+            block.trials[name].facts["generation"] = [{"prompt": "p", "standard": "", "build": text}]
     table = quantized.generation(result).set_index("treatment")
     assert table["loops"].to_dict() == {"awq": 1, "eight": 0}
-    assert table.loc["eight", "new_share"] == 1, "what follows the end of a turn is no repetition"
     assert table.loc["awq", "text"].startswith("one one one")
     assert any("Standard is not: AWQ (1 of 1 prompts)." in line for line in words._quality(result))
     assert len(quantized.quality(result)) == len(EXTRA)

@@ -18,26 +18,36 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashgap import context, graphs, hardware, models, stored_weights
+from flashgap import context, graphs, hardware, models, stored_weights, tuning
 from flashgap.builds.load import Build, resident_bytes
-from flashgap.builds.packed import PackedLinear
+from flashgap.builds.packed import PackedLinear, expanded
 from flashgap.graphs import GraphError, Shape
 from flashgap.kernels import DENSE, PACKED
 from flashgap.treatment import TrialSpec
 
 FORMAT = 1
+COPY = "_copy"  # ends the name of a graph on a 16-bit copy of packed weights
+FEW_ROWS = 4  # up to here a pass is bound by reading weights, so packed ones win
+WORTH = 0.97  # of the packed graph's time: a copy that saves less is not worth its memory
 SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN", "freezing": True},
     "cuda": {"max_autotune": True, "max_autotune_gemm_backends": "TRITON,ATEN", "freezing": True},
 }
 LOW_BIT_CALLS = {"int4pack": 4, "int4mm": 4, "weight_int8pack": 8}  # in a name -> bits
 LOW_BIT_WEIGHTS = {"qscale_and_zeros": 4, "int8_t* W": 8}  # in a generated kernel's signature -> bits
-CODE = ("flashgap.graphs", "flashgap.artefact", "flashgap.stored_weights", "flashgap.builds.packed")
+CODE = (
+    "flashgap.graphs",
+    "flashgap.artefact",
+    "flashgap.stored_weights",
+    "flashgap.tuning",
+    "flashgap.builds.packed",
+)
 
 
 # ---------------------------------------------------------------------- where artefacts are
@@ -61,25 +71,48 @@ def folder(digest: str, spec: TrialSpec) -> Path:
     return models.cache_dir() / "artefacts" / key
 
 
-def available(at: Path) -> dict[Shape, dict[str, Any]]:
-    """The graphs compiled into `at`, by shape, with what is known of each: its `choices`, `kernels`, the content
-    keys of its `weights`, compile seconds and size."""
-    found = {}
-    for path in sorted(at.glob("*.json")):
-        if path.with_suffix(".pt2").is_file():
-            facts = json.loads(path.read_text())
-            found[Shape(**facts["shape"])] = facts
+def available(at: Path, copies: bool = False) -> dict[Shape, dict[str, Any]]:
+    """The graphs compiled into `at`, by shape, with what is known of each: its `file`, `choices`, `kernels`, the content
+    keys of its `weights`, compile seconds and size. With `copies`, a graph on a 16-bit copy stands for the packed one where
+    it was timed to be faster (`flashgap.compiled.race_missing`)."""
+    found: dict[Shape, dict[str, Any]] = {}
+    for path in sorted(at.glob("*.json")):  # a shape before its copy
+        file = path.with_suffix(".pt2")
+        if not file.is_file():
+            continue
+        facts = json.loads(path.read_text())
+        if not path.stem.endswith(COPY) or (copies and copy_wins(facts)):
+            found[Shape(**facts["shape"])] = {**facts, "file": file.name}
     return found
+
+
+def races(at: Path) -> dict[Shape, dict[str, float]]:
+    """Seconds of a pass of each shape that has a copy: `packed_s` and `copy_s`."""
+    facts = (json.loads(path.read_text()) for path in sorted(at.glob(f"*{COPY}.json")))
+    return {Shape(**f["shape"]): f["race"] for f in facts if "race" in f}
+
+
+def copy_wins(facts: dict[str, Any]) -> bool:
+    """Whether a copy was shown to be worth its memory."""
+    race: dict[str, float] = facts.get("race") or {"copy_s": 1, "packed_s": 0}
+    return race["copy_s"] < WORTH * race["packed_s"]
 
 
 # ---------------------------------------------------------------------- making them
 
 
-def compile_missing(build: Build, at: Path, shapes: Iterable[Shape], device: str, tell: Any = print) -> None:
-    """Compile the `shapes` that `at` lacks, one after the other; each is there whole or not at all."""
-    there = available(at)
-    missing = [shape for shape in dict.fromkeys(shapes) if shape not in there]
-    if missing and device == "cpu":
+def compile_missing(
+    build: Build, at: Path, shapes: Iterable[Shape], device: str, tell: Any = print, copies: bool = False
+) -> None:
+    """Compile the `shapes` that `at` lacks, one after the other; each is there whole or not at all.
+
+    With `copies`, those for more than `FEW_ROWS` rows on a 16-bit copy of the weights as well, if any are packed.
+    """
+    asked, there = list(dict.fromkeys(shapes)), available(at)
+    packed = any(isinstance(module, PackedLinear) for module in build.model.modules())
+    jobs = [(shape, False) for shape in asked if shape not in there]
+    jobs += [(s, True) for s in asked if copies and packed and s.rows > FEW_ROWS and not _copied(at, s)]
+    if jobs and device == "cpu":
         check_compiler()
     at.mkdir(parents=True, exist_ok=True)
     usual = build.model.config._attn_implementation
@@ -88,11 +121,12 @@ def compile_missing(build: Build, at: Path, shapes: Iterable[Shape], device: str
     for layer in eager_ways:
         layer.many_rows = None  # in a graph, autotuning chooses
     try:
-        for number, shape in enumerate(missing, 1):
-            start_s = time.perf_counter()
-            tell(f"compiling {shape.name} ({number} of {len(missing)}), a minute or two; kept for later runs")
-            _compile(build.model, at, shape, device)
-            tell(f"compiled {shape.name} in {time.perf_counter() - start_s:.0f} s")
+        for number, (shape, copy) in enumerate(jobs, 1):
+            start_s, what = time.perf_counter(), f"{shape.name}{' on a 16-bit copy' if copy else ''}"
+            tell(f"compiling {what} ({number} of {len(jobs)}), a minute or two; kept for later runs")
+            with expanded(build.model) if copy else nullcontext():
+                _compile(build.model, at, shape, device, tell, COPY if copy else "")
+            tell(f"compiled {what} in {time.perf_counter() - start_s:.0f} s")
     finally:
         build.model.set_attn_implementation(usual)
         for layer, rows in eager_ways.items():
@@ -100,6 +134,16 @@ def compile_missing(build: Build, at: Path, shapes: Iterable[Shape], device: str
     about = {"resident_bytes": build.resident_bytes, "parameters": build.parameters, "digest": build.digest}
     build.model.config.save_pretrained(at)
     (at / "build.json").write_text(json.dumps(about))
+
+
+def _copied(at: Path, shape: Shape) -> bool:
+    """Whether the copy of `shape` is there, or was, and lost."""
+    try:
+        facts = json.loads((at / f"{shape.name}{COPY}.json").read_text())
+    except FileNotFoundError:
+        return False
+    lost = "race" in facts and not copy_wins(facts)
+    return lost or (at / f"{shape.name}{COPY}.pt2").is_file()
 
 
 def check_compiler() -> None:
@@ -116,25 +160,14 @@ def check_compiler() -> None:
         ) from None
 
 
-def _compile(model: Any, at: Path, shape: Shape, device: str) -> None:
+def _compile(model: Any, at: Path, shape: Shape, device: str, tell: Any, suffix: str) -> None:
     from torch._inductor import config
-    from torch._inductor.select_algorithm import add_feedback_saver, clear_feedback_savers
-
-    choices: list[dict[str, Any]] = []
-
-    def keep(timings: dict[Any, float], name: str, inputs: Any, *_: Any) -> None:
-        sizes = [[int(n) for n in node.get_size()] for node in inputs[:2]]
-        timed = {_plain(choice.name): seconds for choice, seconds in timings.items()}
-        choices.append(
-            {"operator": name, "sizes": sizes, "chosen": min(timed, key=timed.__getitem__), "ms": timed}
-        )
 
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=at))
     start_s = time.perf_counter()
-    add_feedback_saver(keep)
     try:
-        with torch.no_grad(), config.patch(SETTINGS[device]):
-            target = partial / f"{shape.name}.pt2"
+        with torch.no_grad(), config.patch(SETTINGS[device]), tuning.patient(tell) as choices:
+            target = partial / f"{shape.name}{suffix}.pt2"
             # 16-bit layers may be packed by oneDNN, in a layout that cannot be kept outside the graph.
             dense = any(isinstance(module, torch.nn.Linear) for module in model.modules())
             weights = _package(model, shape, device, target, shared=not dense)
@@ -147,12 +180,16 @@ def _compile(model: Any, at: Path, shape: Shape, device: str) -> None:
             "bytes": target.stat().st_size,
         }
         os.replace(target, at / target.name)
-        written = partial / f"{shape.name}.json"
-        written.write_text(json.dumps(made, indent=1))
-        os.replace(written, at / written.name)
+        write(at / f"{shape.name}{suffix}.json", made)
     finally:
-        clear_feedback_savers()
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write(path: Path, facts: dict[str, Any]) -> None:
+    """`facts` as JSON at `path`, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(facts, indent=1))
+    os.replace(partial, path)
 
 
 def _package(model: Any, shape: Shape, device: str, target: Path, shared: bool) -> dict[str, torch.Tensor]:
@@ -174,11 +211,6 @@ def _package(model: Any, shape: Shape, device: str, target: Path, shared: bool) 
     )
     package_aoti(str(target), [f for f in files if not isinstance(f, Weights)])
     return {name: t[0].detach() for f in files if isinstance(f, Weights) for name, t in f.items()}
-
-
-def _plain(name: str) -> str:
-    """A choice's name without the number that inductor gives each kernel it generates."""
-    return re.sub(r"_\d+$", "", name)
 
 
 def kernels(package: Path) -> dict[str, int]:
@@ -212,29 +244,35 @@ def count_calls(wrapper: str, code: str) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def kernel_rows(at: Path, model: Any, shapes: Iterable[Shape]) -> dict[str, dict[str, Any]]:
+def kernel_rows(
+    at: Path, model: Any, shapes: Iterable[Shape], copies: bool = False
+) -> dict[str, dict[str, Any]]:
     """For each graph what its linear layers must run and what its code calls, as `kernels.observe` says it.
 
-    Every quantized layer must be one packed call, and nothing else may be: a layer that fell back shows.
+    Every quantized layer must be one packed call, and nothing else may be: a layer that fell back shows. A graph on a 16-bit
+    copy must have none. `race` has the seconds by which the two were told apart.
     """
     packed = Counter(module.bits for module in model.modules() if isinstance(module, PackedLinear))
     bytes_held = resident_bytes(model)
-    graphs_there, rows = available(at), {}
+    graphs_there, timed, rows = available(at, copies), races(at) if copies else {}, {}
     for shape in shapes:
-        found = graphs_there[shape]["kernels"]
+        facts = graphs_there[shape]
+        found = facts["kernels"]
         ran = Counter(
             {
                 bits: sum(n for name, n in found.items() if name.startswith(f"packed {bits}-bit"))
                 for bits in PACKED
             }
         )
+        copied = facts["file"].endswith(f"{COPY}.pt2")
         rows[shape.name] = {
-            "expected": _calls(packed),
+            "expected": DENSE if copied else _calls(packed),
             "ran": _calls(ran),
             "layers": packed.total(),
             "weight_bytes": bytes_held,
             "operators": {shape.phase: [f"{name} x {count}" for name, count in found.items()]},
-            "implementation": {shape.phase: sorted({c["chosen"] for c in graphs_there[shape]["choices"]})},
+            "implementation": {shape.phase: sorted({c["chosen"] for c in facts["choices"]})},
+            **({"race": timed[shape]} if shape in timed else {}),
         }
     return rows
 

@@ -8,6 +8,8 @@ own, so unequal prompts compute no padding in decode.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,8 @@ from flashgap.graphs import Shape
 from flashgap.stored_weights import StoredWeights
 from flashgap.treatment import TrialSpec
 
+RACE_PASSES = 9
+
 
 def load(spec: TrialSpec) -> tuple[Build, ArtefactEngine]:
     """The compiled build that `spec` asks for; its graphs are loaded when first used."""
@@ -33,7 +37,8 @@ def load(spec: TrialSpec) -> tuple[Build, ArtefactEngine]:
         config = AutoConfig.from_pretrained(at, local_files_only=True)
     except (OSError, ValueError):
         raise EngineError("the compiled graphs of this build are gone from the cache; run again") from None
-    engine = ArtefactEngine(at, config, DTYPES[spec.model.dtype], spec.device)
+    copies = spec.treatment.engine.many_rows_copy
+    engine = ArtefactEngine(at, config, DTYPES[spec.model.dtype], spec.device, copies)
     facts, pruning = quantizer_facts(about["digest"]), pruning_facts(spec.model, spec.treatment.build)
     return Build(
         None, about["digest"], about["resident_bytes"], about["parameters"], quantizer=facts, pruning=pruning
@@ -46,12 +51,14 @@ class ArtefactEngine(Engine):
     `model` has the configuration only: no weights are in memory but those of the graphs in use.
     """
 
-    def __init__(self, at: Path, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self, at: Path, config: Any, dtype: torch.dtype, device: str = "cpu", copies: bool = False
+    ) -> None:
         self.at, self.dtype = at, dtype
         self.model = SimpleNamespace(config=config)
         self.device = torch.device(device)
         self.static = self.compiled = True
-        self.graphs = artefact.available(at)
+        self.graphs = artefact.available(at, copies)
         self.weights = StoredWeights(at)
         self._loaded: dict[Shape, Any] = {}
         self._kept: dict[Shape, tuple[list[Tensor], list[Tensor]]] = {}
@@ -145,11 +152,55 @@ class ArtefactEngine(Engine):
         return self._loaded[shape](*inputs)
 
     def _open(self, shape: Shape) -> Any:
-        from torch._inductor.package import load_package
+        facts = self.graphs[shape]
+        return open_graph(self.at / facts["file"], facts["weights"], self.weights)
 
-        graph = load_package(str(self.at / f"{shape.name}.pt2"), run_single_threaded=True)
-        names = self.graphs[shape]["weights"]
-        if names:  # else the graph carries its own
-            tensors = {name: self.weights.tensor(content) for name, content in names.items()}
-            graph.load_constants(tensors, check_full_update=True, user_managed=True)
-        return graph
+
+def open_graph(file: Path, names: dict[str, str], weights: StoredWeights) -> Any:
+    """The compiled graph in `file`, its weights (name -> content key) read from `weights` unless it carries its own."""
+    from torch._inductor.package import load_package
+
+    graph = load_package(str(file), run_single_threaded=True)
+    if names:
+        tensors = {name: weights.tensor(content) for name, content in names.items()}
+        graph.load_constants(tensors, check_full_update=True, user_managed=True)
+    return graph
+
+
+@torch.inference_mode()
+def race_missing(at: Path, model: Any, device: str, tell: Callable[[str], None]) -> None:
+    """Time every graph on a 16-bit copy against its packed twin, where that was not done: in turn, the least pass of each
+    counts, since other work only adds. What was found stays with the copy; a copy that lost is deleted."""
+    weights = StoredWeights(at, device)
+    for path in sorted(at.glob(f"*{artefact.COPY}.json")):
+        facts = json.loads(path.read_text())
+        if "race" in facts:
+            continue
+        shape = Shape(**facts["shape"])
+        packed = artefact.available(at)[shape]
+        runs = {
+            "packed_s": open_graph(at / packed["file"], packed["weights"], weights),
+            "copy_s": open_graph(path.with_suffix(".pt2"), facts["weights"], weights),
+        }
+        inputs = graphs.example(model, shape, device)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(RACE_PASSES):
+            for name, run in runs.items():
+                synchronize(device)
+                start_s = time.perf_counter()
+                run(*inputs)
+                synchronize(device)
+                seconds[name].append(time.perf_counter() - start_s)
+        facts["race"] = {name: min(passes) for name, passes in seconds.items()}
+        artefact.write(path, facts)
+        tell(
+            f"{shape.name}: {facts['race']['packed_s'] * 1e3:.1f} ms packed, {facts['race']['copy_s'] * 1e3:.1f} ms on a 16-bit copy"
+        )
+        if not artefact.copy_wins(facts):
+            path.with_suffix(".pt2").unlink()
+
+
+def synchronize(device: str) -> None:
+    """Wait for what was sent to a GPU."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

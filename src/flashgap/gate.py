@@ -33,7 +33,9 @@ CHECKED_MODULES = tuple(
         "builds.pruning",
     )
 )
-GRAPH_MODULES = ("flashgap.artefact", "flashgap.compiled", "flashgap.graphs", "flashgap.stored_weights")
+GRAPH_MODULES = tuple(
+    f"flashgap.{name}" for name in ("artefact", "compiled", "graphs", "stored_weights", "tuning")
+)
 GRAPH_TOKENS = 8  # decoded by each compiled graph and compared with the eager engine
 LASTING = ("ok", "incorrect", "kernel_mismatch", "nan")  # other outcomes may be different next time
 NEW_TOKENS = 16
@@ -90,8 +92,10 @@ def gate_verdict(spec: TrialSpec) -> dict[str, Any] | None:
     if prepared and not (models.cache_dir() / "builds" / prepared / "model.safetensors").is_file():
         return None
     graphs = verdict.get("graphs")
-    if graphs and not (models.cache_dir() / "artefacts" / graphs / "build.json").is_file():
-        return None
+    if graphs:
+        at = models.cache_dir() / "artefacts" / graphs["folder"]
+        if not all((at / name).is_file() for name in ("build.json", *graphs["files"])):
+            return None
     return verdict
 
 
@@ -159,20 +163,26 @@ def check(spec: TrialSpec) -> dict[str, Any]:
 
 def _check_graphs(
     spec: TrialSpec, build: Any, ids: list[int], facts: dict[str, Any]
-) -> tuple[list[str], dict[str, dict], str]:
-    """Compile what is missing; every graph must give the tokens of the eager engine of the same build."""
+) -> tuple[list[str], dict[str, dict], dict[str, Any]]:
+    """Compile what is missing; every graph must give the tokens of the eager engine of the same build.
+
+    Gives problems, kernels, and the graphs' folder and files, without which the verdict is void.
+    """
     import torch
 
     from flashgap import artefact
-    from flashgap.compiled import ArtefactEngine
+    from flashgap.compiled import ArtefactEngine, race_missing
     from flashgap.engine import Engine
     from flashgap.graphs import Shape
     from flashgap.progress import note
 
+    copies = spec.treatment.engine.many_rows_copy
+
     shapes = [Shape(*shape) for shape in fixed_shapes(spec.workload)]
     at = artefact.folder(build.digest, spec)
-    artefact.compile_missing(build, at, shapes, spec.device, note)
-    engine = ArtefactEngine(at, build.model.config, build.model.dtype, spec.device)
+    artefact.compile_missing(build, at, shapes, spec.device, note, copies)
+    race_missing(at, build.model, spec.device, note)
+    engine = ArtefactEngine(at, build.model.config, build.model.dtype, spec.device, copies)
     eager = Engine(build.model, device=spec.device)
     problems, comparisons = [], []
     for shape in shapes:
@@ -194,7 +204,10 @@ def _check_graphs(
             )
     facts["tokens_equal"] = all(c["first_difference"] is None for c in comparisons)
     facts["token_comparisons"] = comparisons
-    return problems, artefact.kernel_rows(at, build.model, shapes), at.name
+    used = [Path(engine.graphs[shape]["file"]) for shape in shapes]
+    files = [name for file in used for name in (file.name, file.with_suffix(".json").name)]
+    kernels = artefact.kernel_rows(at, build.model, shapes, copies)
+    return problems, kernels, {"folder": at.name, "files": files}
 
 
 def _held_out(spec: TrialSpec) -> tuple[list[int], str]:

@@ -7,6 +7,7 @@ reader would check: how long they agree, how much of the text is new, and the te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,17 +24,20 @@ NGRAM = 3  # tokens; a text that loops repeats its runs of three
 def check_generation(trial: Any, standard: Any) -> None:
     """By prompt (`request`): `equal_tokens`, `standard_new_share`, `new_share`; the texts go to `facts["generation"]`.
 
-    `standard` is the model of the Standard build, in memory beside the build of `trial`.
+    `standard` is the model of the Standard build, in memory beside the build of `trial`. An answer counts up to the
+    token that ends the turn, after which the engine runs on only to keep lengths equal.
     """
     from flashgap import models
     from flashgap.engine import Engine
 
     tokenizer = models.tokenizer(trial.spec.model)
     truth = Engine(standard, device=trial.spec.device)
+    ends = end_ids(standard, tokenizer)
     texts = []
     for request, prompt in enumerate(PROMPTS):
         ids = prompt_ids(tokenizer, prompt)
-        ours, theirs = (e.generate([ids], NEW_TOKENS).tokens[0] for e in (truth, trial.engine))
+        written = (e.generate([ids], NEW_TOKENS).tokens[0] for e in (truth, trial.engine))
+        ours, theirs = (until(tokens, ends) for tokens in written)
         rows = {
             "equal_tokens": equal_prefix(ours, theirs),
             "standard_new_share": new_share(ours),
@@ -55,10 +59,22 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
     return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
 
 
+def end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Ids of the tokens that end an answer, by the model's generation settings and by its tokenizer."""
+    named = model.generation_config.eos_token_id
+    return {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
+
+
+def until(tokens: Sequence[int], ends: set[int]) -> list[int]:
+    """`tokens` before the first of `ends`."""
+    return list(itertools.takewhile(lambda token: token not in ends, tokens))
+
+
 def equal_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens both write alike before they first differ."""
-    pairs = zip(ours, theirs, strict=True)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), len(ours))
+    """How many tokens both write alike before they first differ or one of them ends."""
+    return sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+    )
 
 
 def new_share(tokens: Sequence[int]) -> float:

@@ -36,6 +36,11 @@ class Shape:
         """As a file name."""
         return f"{self.phase}_b{self.batch}_t{self.tokens}"
 
+    @property
+    def rows(self) -> int:
+        """Rows that its linear layers multiply at once."""
+        return self.batch if self.phase == "decode" else self.batch * self.tokens
+
 
 def grouped_attention(
     module: nn.Module,

@@ -250,13 +250,15 @@ def disk_bytes(study: Study) -> float:
 
 def graphs(study: Study) -> float:
     """Compiled graphs that the study keeps, each with weights of its own, in units of the dense weights."""
-    found = set()
+    found, copied = set(), set()
     for experiment in study.experiments.values():
         for name in experiment.treatments:
             treatment = study.treatments[name]
             if treatment.engine.ahead_of_time:
-                found |= {(treatment.build, *shape) for shape in fixed_shapes(experiment.workload)}
-    return sum(0.7 if study.builds[build].lossy else 1.2 for build, *_ in found)
+                made = {(treatment.build, *shape) for shape in fixed_shapes(experiment.workload)}
+                found |= made
+                copied |= made if treatment.engine.many_rows_copy else set()
+    return sum(0.7 if study.builds[build].lossy else 1.2 for build, *_ in found) + 1.2 * len(copied)
 
 
 def records_bytes(study: Study) -> float:

@@ -6,14 +6,12 @@ of two builds' losses in a window is free of how hard the window is. No torch.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from flashgap import limits, stats, tables
-from flashgap.generation_check import new_share
 from flashgap.look import name_of
 from flashgap.treatment import LINEAR_WAYS as WAYS
 
@@ -25,7 +23,6 @@ SHOWN_TIMES = 1.96  # standard errors, for means over dozens of windows
 # Rounding with the same settings and the output head alike: what each search starts from.
 FLOORS = {"awq": "rtn_head8", "awq_unsearched": "rtn_head8", "hqq": "rtn_head8", "autoawq": "rtn_head16"}
 COMPILED = {"flash_optimised": "awq", "eight_best": "eight"}  # treatment -> its build
-END_OF_TURN = re.compile(r"<\|(?:im_end|eot_id|end|endoftext|end_of_text|user)\|>|</s>|<eos>|<end_of_turn>")
 SHOWN_CHARACTERS = 90
 CROSSOVER_COLUMNS = [
     "treatment",
@@ -91,36 +88,30 @@ def quality(result: Result) -> pd.DataFrame:
 
 def generation(result: Result) -> pd.DataFrame:
     """Whether each build still writes: columns treatment, equal_tokens (mean over prompts, before its text leaves
-    Standard's), standard_new_share and new_share (distinct runs of three words over all, lowest of the prompts), loops, text.
+    Standard's), standard_new_share and new_share (distinct runs of three tokens over all, lowest of the prompts), loops, text.
 
-    Each answer counts up to its end-of-turn mark, after which a model is run on only to keep lengths equal. `loops`
-    counts prompts whose new share is below half of Standard's; `text` is the first answer's beginning.
+    `loops` counts prompts whose new share is below half of Standard's; `text` is the first answer's beginning.
     """
-    frame = result.frame("equal_tokens")
+    frame = result.frame()
+    frame = frame[frame["request"] >= 0]
     rows = []
     for treatment, group in frame.groupby("trial", sort=False):
         trial = next(block.trials[treatment] for block in result.blocks if treatment in block.trials)
-        answers = [(answer(t["standard"]), answer(t["build"])) for t in trial.facts["generation"]]
-        words = ([pair[side].split() for pair in answers] for side in (0, 1))
-        ours, theirs = ([new_share(said) for said in texts] for texts in words)  # type: ignore[arg-type]
+        by_prompt = group.pivot_table(index=["block", "request"], columns="metric", values="value")
+        ours, theirs = by_prompt["standard_new_share"], by_prompt["new_share"]
         rows.append(
             {
                 "treatment": treatment,
-                "equal_tokens": group["value"].mean(),
-                "standard_new_share": min(ours),
-                "new_share": min(theirs),
-                "loops": sum(b < a / 2 for a, b in zip(ours, theirs, strict=True)),
-                "prompts": len(answers),
-                "text": answers[0][1][:SHOWN_CHARACTERS],
+                "equal_tokens": by_prompt["equal_tokens"].mean(),
+                "standard_new_share": ours.min(),
+                "new_share": theirs.min(),
+                "loops": int((theirs < ours / 2).sum()),
+                "prompts": len(by_prompt),
+                "text": " ".join(trial.facts["generation"][0]["build"].split())[:SHOWN_CHARACTERS],
             }
         )
     columns = ["treatment", "equal_tokens", "standard_new_share", "new_share", "loops", "prompts", "text"]
     return pd.DataFrame(rows, columns=columns).sort_values("equal_tokens", ascending=False, ignore_index=True)
-
-
-def answer(text: str) -> str:
-    """`text` up to the first mark that ends a turn, in one line."""
-    return " ".join(END_OF_TURN.split(text, maxsplit=1)[0].split())
 
 
 def _rounding(result: Result, treatment: str) -> float:

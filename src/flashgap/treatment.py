@@ -214,12 +214,15 @@ class EngineSpec(Frozen):
     """How token batches are run: cache policy and compilation.
 
     `compile` compiles in the process that runs; `ahead_of_time` loads a graph of the whole pass that was
-    compiled once, with frozen weights and autotuned matrix kernels, and saved.
+    compiled once, with frozen weights and autotuned matrix kernels, and saved. `many_rows_copy` lets graphs for
+    many rows (a large batch, a prompt) read a 16-bit copy of packed weights, where timing says that it is faster: the
+    price is the copy's memory.
     """
 
     cache: Literal["dynamic", "static"] = "dynamic"
     compile: bool = False
     ahead_of_time: bool = False
+    many_rows_copy: bool = False
 
     @model_validator(mode="after")
     def _static(self) -> EngineSpec:
@@ -227,6 +230,10 @@ class EngineSpec(Frozen):
             raise ValueError("a compiled pass needs cache: static (a growing cache recompiles at every step)")
         if self.compile and self.ahead_of_time:
             raise ValueError("compile and ahead_of_time exclude each other: choose one")
+        if self.many_rows_copy and not self.ahead_of_time:
+            raise ValueError(
+                "many_rows_copy chooses between compiled graphs, so it wants ahead_of_time: true"
+            )
         return self
 
 

@@ -11,6 +11,9 @@ Whether a layer *can* use a kernel is arithmetic on its shape, asked before anyt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -187,6 +190,30 @@ class PackedInt8Linear(PackedLinear):
         return (
             torch.nn.functional.linear(x, self.packed.to(x.dtype)) * self.scales
         )  # a byte is exact in bfloat16
+
+
+@contextmanager
+def expanded(model: nn.Module) -> Iterator[None]:
+    """While open, each packed layer of `model` is a plain linear layer: the same weights, rounded to the computation's dtype."""
+    packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    for name, layer in packed.items():
+        model.set_submodule(name, dense(layer))
+    try:
+        yield
+    finally:
+        for name, layer in packed.items():
+            model.set_submodule(name, layer)
+
+
+@torch.no_grad()
+def dense(layer: PackedLinear) -> nn.Linear:
+    """`layer` as a plain linear layer, its weight [N, K] read through its kernel."""
+    eye = torch.eye(layer.in_features, dtype=layer.dtype, device=layer.packed.device)
+    with torch.device("meta"):
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    linear.weight = nn.Parameter(layer.multiply(eye).T.contiguous(), requires_grad=False)
+    linear.bias = layer.bias
+    return linear
 
 
 KINDS: dict[int, type[PackedLinear]] = {4: PackedInt4Linear, 8: PackedInt8Linear}
