@@ -22,6 +22,7 @@ DISPATCH_PRICE = 1.03
 def quantization(results: Mapping[str, Result], used: pd.DataFrame) -> list[str]:
     """What the page has found, most important first; says what is not there."""
     lines = _decode(results["best"]) + _prefill(results["prefill"]) + _task(results["task"])
+    lines += _copies(results["best"], results["prefill"])
     lines += _ship(results["bits"], results["quality"]) + _eager(results["latency"], results["eager"])
     lines += (
         _crossover(results["crossover"])
@@ -64,6 +65,22 @@ def _prefill(prefill: Result) -> list[str]:
         f"Prefill of {int(row['context_tokens'])} tokens, both compiled: Standard / Flash is {_said(row)}."
         for _, row in table.iterrows()
     ]
+
+
+def _copies(*results: Result) -> list[str]:
+    """Where many rows read a 16-bit copy, and from how many rows on in each phase."""
+    table = tq.races(*results)
+    table = table[table["treatment"] == "flash_optimised"]
+    lines = []
+    for phase, group in table.groupby("phase", sort=False):
+        copied = group[group["copy"]]
+        rows = ", ".join(f"{r.rows} ({r.packed_ms:.1f} ms packed, {r.copy_ms:.1f} on the copy)" for r in copied.itertuples())
+        lines.append(
+            f"In {phase}, optimised Flash reads a 16-bit copy at {rows} rows."
+            if rows
+            else f"In {phase}, the packed kernels held against a 16-bit copy at every number of rows ({', '.join(map(str, group['rows']))})."
+        )
+    return lines
 
 
 def _task(task: Result) -> list[str]:
@@ -148,15 +165,19 @@ def _memory(memory: Result) -> list[str]:
         )
     for flash, standard in (
         ("flash_packed", "standard"),
+        ("flash_small", "standard_best"),
         ("flash_optimised", "standard_best"),
-        ("flash_optimised", "standard"),
     ):
         if {flash, standard} <= set(held.index) and "above start" in held:
             small, large = held.loc[flash, "above start"], held.loc[standard, "above start"]
             lines.append(
                 f"{name_of(flash)} adds {small:.0f} MiB to its process, {name_of(standard)} {large:.0f}: {1 - small / large:.0%} less."
             )
-    for flash, standard in (("flash_packed", "standard"), ("flash_optimised", "standard_best")):
+    for flash, standard in (
+        ("flash_packed", "standard"),
+        ("flash_small", "standard_best"),
+        ("flash_optimised", "standard_best"),
+    ):
         ratio = tq.memory_ratio(memory, flash, standard, "initialisation_peak", "peak_rss_bytes")
         if ratio:
             lines.append(

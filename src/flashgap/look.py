@@ -54,6 +54,7 @@ COLOURS = {
     "standard_best": SKY,
     "flash_packed": ORANGE,
     "flash_optimised": GREEN,
+    "flash_small": PURPLE,
     "eight_best": ORANGE,
 }
 MARKERS = {
@@ -64,6 +65,7 @@ MARKERS = {
     "standard_best": "D",
     "flash_packed": "^",
     "flash_optimised": "P",
+    "flash_small": "X",
     "eight_best": "v",
 }
 NAMES = {
@@ -74,6 +76,7 @@ NAMES = {
     "standard_best": "Standard, compiled",
     "flash_packed": "Flash, packed kernel",
     "flash_optimised": "Flash, optimised",
+    "flash_small": "Flash, optimised, no copy",
     "eight_best": "8 bits, compiled",
     "rtn": "round to nearest, head at 4 bits",
     "rtn_head8": "round to nearest",

@@ -217,6 +217,27 @@ def graph_kernels(result: Result) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["build", "graph", "expected", "ran", "calls"])
 
 
+def races(*results: Result) -> pd.DataFrame:
+    """Graphs of packed builds that were also made on a 16-bit copy: treatment, phase, rows, packed_ms, copy_ms, copy (whether
+    it is the one that runs). What they were chosen by: the least of several passes in turn, when the graphs were made."""
+    found = {}
+    for result in results:
+        for block in result.blocks[:1]:
+            for name, trial in block.trials.items():
+                for graph, row in trial.kernels.items():
+                    if "race" in row:
+                        found[(name, graph)] = row
+    rows = []
+    for (name, graph), row in found.items():
+        phase, batch, tokens = graph.split("_")
+        many = int(batch[1:]) * (1 if phase == "decode" else int(tokens[1:]))
+        race = row["race"]
+        times = {"packed_ms": race["packed_s"] * 1e3, "copy_ms": race["copy_s"] * 1e3}
+        rows.append((name, phase, many, *times.values(), not row["ran"].startswith("packed")))
+    columns = ["treatment", "phase", "rows", "packed_ms", "copy_ms", "copy"]
+    return pd.DataFrame(rows, columns=columns).sort_values(columns[:3], ignore_index=True)
+
+
 def pareto(qualities: pd.DataFrame, sizes: dict[str, float]) -> pd.DataFrame:
     """Builds with their size: `treatment, value, low, high, mib, front` (no other is both smaller and better).
 
