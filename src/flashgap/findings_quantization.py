@@ -74,7 +74,10 @@ def _copies(*results: Result) -> list[str]:
     lines = []
     for phase, group in table.groupby("phase", sort=False):
         copied = group[group["copy"]]
-        rows = ", ".join(f"{r.rows} ({r.packed_ms:.1f} ms packed, {r.copy_ms:.1f} on the copy)" for r in copied.itertuples())
+        rows = ", ".join(
+            f"{r.rows} ({r.packed_ms:.1f} ms packed, {r.copy_ms:.1f} on the copy)"
+            for r in copied.itertuples()
+        )
         lines.append(
             f"In {phase}, optimised Flash reads a 16-bit copy at {rows} rows."
             if rows
