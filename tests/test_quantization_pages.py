@@ -270,3 +270,41 @@ def test_a_build_that_loops_where_standard_does_not_is_named(results):
     assert table.loc["awq", "text"].startswith("one one one")
     assert any("Standard is not: AWQ (1 of 1 prompts)." in line for line in words._quality(result))
     assert len(quantized.quality(result)) == len(EXTRA)
+
+
+def raced(best: Result, **races: dict[str, float]) -> Result:
+    """`best` with a race for each graph by name, and the kernel that follows from it."""
+    for block in best.blocks:
+        for graph, race in races.items():
+            won = race["copy_s"] < race["packed_s"]
+            row = {"race": race, "ran": "dense" if won else "packed 4-bit x 2"}
+            block.trials["flash_optimised"].kernels[graph] = row
+    return best
+
+
+def test_a_race_is_told_with_rows_and_winner():
+    """If this fails, a reader takes a copy's time for the packed kernel's, or a batch for the tokens of a prompt."""
+    best = raced(
+        speed_result("best", ["standard_best", "flash_optimised"]),
+        decode_b16_t192={"packed_s": 0.020, "copy_s": 0.015},
+        decode_b8_t192={"packed_s": 0.010, "copy_s": 0.015},
+        prefill_b1_t512={"packed_s": 0.300, "copy_s": 0.150},
+    )
+    table = quantized.races(best)
+    assert list(zip(table["phase"], table["rows"], table["copy"], strict=True)) == [
+        ("decode", 8, False),
+        ("decode", 16, True),
+        ("prefill", 512, True),
+    ]
+    decode, prefill = words._copies(best)
+    assert "at 16 (20.0 ms packed, 15.0 on the copy) rows" in decode
+    assert "at 512 (300.0 ms packed, 150.0 on the copy) rows" in prefill
+
+
+def test_where_no_copy_won_it_is_said():
+    best = raced(
+        speed_result("best", ["standard_best", "flash_optimised"]),
+        decode_b8_t192={"packed_s": 0.010, "copy_s": 0.015},
+    )
+    assert "held against a 16-bit copy" in words._copies(best)[0]
+    assert quantized.races(speed_result("best", ["standard_best", "flash_optimised"])).empty
